@@ -1,0 +1,1 @@
+"""Methods that hold rotated directions as codebook indices or signs."""

@@ -1,0 +1,102 @@
+"""Codec: how one row (one token of one head) is held. Rows never depend on each other.
+
+A `Codec` is a description; `bind` fixes head size and dtype and returns the
+`Coder` that holds the tables (rotation, codebook) and does the arithmetic.
+"""
+
+import functools
+from typing import TypeAlias
+
+import attrs
+import mlx.core as mx
+
+Rows: TypeAlias = tuple[mx.array, ...]  # each array [B, H, S, width]
+
+
+class Coder:
+    """A codec bound to a head size `dim` and an output `dtype`."""
+
+    dim: int
+    dtype: mx.Dtype
+
+    def encode(self, x: mx.array) -> Rows:
+        """Rows of `x` [B, H, S, D]."""
+        raise TypeError(f"{type(self).__name__} does not encode")
+
+    def decode(self, rows: Rows) -> mx.array:
+        """Vectors [B, H, S, D] in `dtype`."""
+        raise TypeError(f"{type(self).__name__} does not decode")
+
+    def dot(self, queries: mx.array, rows: Rows) -> mx.array:
+        """Inner products float32 [B, H, M, S] of float32 `queries` [B, H, M, D] with the rows."""
+        return queries @ self.decode(rows).astype(mx.float32).swapaxes(-1, -2)
+
+    def mix(self, weights: mx.array, rows: Rows) -> mx.array:
+        """Weighted sums float32 [B, H, M, D] of the rows; `weights` float32 [B, H, M, S]."""
+        return weights @ self.decode(rows).astype(mx.float32)
+
+    def empty(self, batch: int, heads: int, count: int) -> Rows:
+        """Zeroed room for `count` rows."""
+        one = self.encode(mx.zeros((1, 1, 1, self.dim), self.dtype))
+        return tuple(mx.zeros((batch, heads, count, *row.shape[3:]), row.dtype) for row in one)
+
+
+class Codec:
+    """Description of a per-token codec; hashable, without arrays."""
+
+    name: str
+    keys_only: bool = False
+
+    def bind(self, dim: int, dtype: mx.Dtype) -> Coder:
+        """The coder for head size `dim`; raises QuantizerConfigError for sizes it can't take."""
+        raise TypeError(f"{type(self).__name__} does not bind")
+
+
+@functools.lru_cache(maxsize=512)
+def bind(codec: Codec, dim: int, dtype: mx.Dtype) -> Coder:
+    """The codec's coder, made once per head size and dtype, so that layers share tables."""
+    return codec.bind(dim, dtype)
+
+
+@attrs.frozen
+class PlainCodec(Codec):
+    """Rows held as they come, in the input dtype or in the one that `storage` names."""
+
+    storage: str | None = None
+    name = "plain"
+
+    def bind(self, dim: int, dtype: mx.Dtype) -> Coder:
+        return PlainCoder(dim, dtype, getattr(mx, self.storage) if self.storage else dtype)
+
+
+@attrs.frozen
+class PlainCoder(Coder):
+    """The identity, up to the storage dtype."""
+
+    dim: int
+    dtype: mx.Dtype
+    storage: mx.Dtype
+
+    def encode(self, x: mx.array) -> Rows:
+        return (x.astype(self.storage),)
+
+    def decode(self, rows: Rows) -> mx.array:
+        return rows[0].astype(self.dtype)
+
+
+@attrs.frozen(eq=False)
+class Part:
+    """Columns of an attention matrix that are held in one way."""
+
+    coder: Coder
+    rows: Rows
+    count: int
+
+    def decode(self) -> mx.array:
+        return self.coder.decode(self.rows)
+
+    def dot(self, queries: mx.array) -> mx.array:
+        return self.coder.dot(queries, self.rows)
+
+    def mix(self, weights: mx.array) -> mx.array:
+        return self.coder.mix(weights, self.rows)

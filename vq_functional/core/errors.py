@@ -1,0 +1,25 @@
+"""The one error that options and inputs raise, in one form of words."""
+
+from typing import Any
+
+
+class QuantizerConfigError(ValueError):
+    """An option or an input that a method can't take: method, field, rule, what came."""
+
+
+def check(condition: bool, method: str, field: str, rule: str, got: Any) -> None:
+    """Raise ``QuantizerConfigError`` unless `condition` holds."""
+    if not condition:
+        raise QuantizerConfigError(f"{method}: `{field}` {rule}; got {got!r}")
+
+
+def check_int(method: str, field: str, value: Any, low: int, high: int | None = None) -> None:
+    """Check that `value` is a plain integer in [low, high]; True and False are none."""
+    rule = f"must be an integer >= {low}" if high is None else f"must be an integer in [{low}, {high}]"
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    check(whole and value >= low and (high is None or value <= high), method, field, rule, value)
+
+
+def check_choice(method: str, field: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Check that `value` is one of `choices`."""
+    check(value in choices, method, field, f"must be one of {choices}", value)

@@ -1,0 +1,98 @@
+"""Policy: which rows stay. A score function and the rows that are never given up; blind to how rows are held."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import attrs
+import mlx.core as mx
+
+from vq_functional.core.errors import check, check_int
+from vq_functional.ops.attention import Parts, decode, logits, probabilities
+
+Spans = tuple[tuple[int, int], ...]
+
+
+@attrs.frozen(eq=False)
+class Scene:
+    """What a policy may look at when it scores: all rows of one call, stored ones and new ones.
+
+    Sizes: T columns, S new tokens of this call, G queries a KV head.
+    """
+
+    key_parts: Parts
+    value_parts: Parts
+    position: mx.array  # int32 [B, H, T]: token position, below zero in an empty column
+    queries: mx.array  # [B, H*G, S, D]; with `proxy` the new keys
+    query_position: mx.array  # int32 [B, S]: below zero for padding
+    offset: mx.array  # int32 [B]: tokens seen, this call's included
+    lengths: mx.array  # int32 [B]: this call's tokens without padding
+    proxy: bool
+
+    @property
+    def scale(self) -> float:
+        return self.queries.shape[-1] ** -0.5
+
+    def keys(self) -> mx.array:
+        """Keys [B, H, T, D] as the store gives them back."""
+        return decode(self.key_parts)
+
+    def logits(self, queries: mx.array) -> mx.array:
+        """Scaled scores float32 [B, H, G, M, T] of `queries` [B, H*G, M, D], straight from codes."""
+        return logits(self.key_parts, queries, self.scale)
+
+    def attention(self, queries: mx.array, visible: mx.array) -> mx.array:
+        """Probabilities float32 [B, H, G, M, T] over `visible` [B, H, M, T]."""
+        return probabilities(self.key_parts, queries, self.scale, visible)
+
+
+@attrs.frozen
+class Policy:
+    """Base of all policies.
+
+    `budget` rows of each head stay after a call that evicts. Protected: the
+    first `n_sink` positions, the newest `recent`, and the spans of `protect`.
+    """
+
+    budget: int
+    n_sink: int = 0
+    recent: int = 0
+    protect: Spans = ()
+
+    name: ClassVar[str]
+    prompt_only: ClassVar[bool] = False  # single tokens are only appended
+    latest: ClassVar[bool] = True  # of equal priorities the later position stays
+
+    def init(self, batch: int, heads: int, slots: int) -> Any:
+        """Per-row memory: a tree of arrays [B, H, slots, ...] that follow their rows, zero for a new row."""
+        return ()
+
+    def score(self, memory: Any, scene: Scene) -> tuple[Any, mx.array]:
+        """Next memory and priority float32 [B, H, T]; the highest stay."""
+        raise TypeError(f"{self.name} does not score")
+
+    def protected(self, scene: Scene) -> mx.array:
+        """Bool [B, H, T]: rows that are never given up."""
+        position = scene.position
+        safe = (position < self.n_sink) | (position >= scene.offset[:, None, None] - self.recent)
+        for start, end in self.protect:
+            safe = safe | ((position >= start) & (position < end))
+        return safe
+
+
+def check_policy(name: str, budget: int, n_sink: int, recent: int, protect: Spans, recent_field: str = "recent") -> None:
+    """The rules that all budgets obey: at least one row must be free to go."""
+    check_int(name, "budget", budget, 1)
+    check_int(name, "n_sink", n_sink, 0)
+    check_int(name, recent_field, recent, 0)
+    rule = f"must exceed `n_sink` + `{recent_field}` + protected rows"
+    spans = sum(end - start for start, end in protect)
+    check(n_sink + recent + spans < budget, name, "budget", f"{rule} = {n_sink + recent + spans}", budget)
+
+
+def to_spans(protect: Sequence[Sequence[int]]) -> Spans:
+    """`[(start, end), ...]` as hashable half-open spans of positions; raises QuantizerConfigError."""
+    spans = tuple(tuple(span) for span in protect)
+    for span in spans:
+        whole = len(span) == 2 and all(isinstance(edge, int) for edge in span)
+        check(whole and 0 <= span[0] < span[1], "protect", "protect", "must be pairs 0 <= start < end", span)
+    return spans  # type: ignore[return-value]

@@ -1,0 +1,138 @@
+"""RowStore: one codec for keys, one for values, every row kept; a transform of its own and the bed of all policies."""
+
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from vq_functional.core.codec import Codec, Coder, Part, PlainCodec, Rows, bind
+from vq_functional.core.errors import check
+from vq_functional.core.spec import KVSpec, Layout
+from vq_functional.core.transform import Fill, Transform
+from vq_functional.core.tree import map_leaves, static_field
+from vq_functional.ops.attention import Parts
+from vq_functional.ops.masks import causal, query_positions
+from vq_functional.ops.rows import drop_left_padding, extend_rows, write_rows
+
+
+@attrs.frozen
+class HeldRows:
+    """Keys and values of the same tokens, each as its codec holds them; arrays [B, H, C, width]."""
+
+    keys: Rows
+    values: Rows
+
+    @property
+    def count(self) -> int:
+        return self.keys[0].shape[2]
+
+
+@attrs.frozen
+class RowState:
+    rows: HeldRows
+    offset: mx.array  # int32 [B]: tokens seen; below zero while left padding is still to come
+    layout: Layout = static_field()
+
+
+class Store:
+    """How rows are held. `take` tells whether single rows can be moved, dropped and replaced."""
+
+    name: str
+    take: bool = False
+
+
+@attrs.frozen
+class RowStore(Store, Transform):
+    """Rows that stand alone: what a policy keeps can be any of them."""
+
+    name: str
+    key: Codec
+    value: Codec
+    take = True
+
+    def __attrs_post_init__(self) -> None:
+        rule = "can't be a codec for keys only"
+        check(not self.value.keys_only, self.name, "value", rule, self.value.name)
+
+    def coders(self, layout: Layout) -> tuple[Coder, Coder]:
+        """Key and value coder of a layout; raises QuantizerConfigError for head sizes they can't take."""
+        return (bind(self.key, layout.key_dim, layout.dtype), bind(self.value, layout.value_dim, layout.dtype))
+
+    def empty(self, layout: Layout, batch: int, count: int) -> HeldRows:
+        """Zeroed room for `count` rows."""
+        key, value = self.coders(layout)
+        return HeldRows(key.empty(batch, layout.kv_heads, count), value.empty(batch, layout.kv_heads, count))
+
+    def encode(self, layout: Layout, keys: mx.array, values: mx.array) -> HeldRows:
+        """Rows of new keys and values; raises QuantizerConfigError where they don't fit the layout."""
+        for field, x, dim in (("keys", keys, layout.key_dim), ("values", values, layout.value_dim)):
+            rule = f"must be [B, {layout.kv_heads}, S, {dim}] in {layout.dtype}"
+            fits = x.shape[1] == layout.kv_heads and x.shape[3] == dim and x.dtype == layout.dtype
+            check(fits, self.name, field, rule, (x.shape, x.dtype))
+        key, value = self.coders(layout)
+        return HeldRows(key.encode(keys), value.encode(values))
+
+    def as_parts(self, layout: Layout, rows: HeldRows) -> tuple[Parts, Parts]:
+        """One key part and one value part."""
+        key, value = self.coders(layout)
+        return (Part(key, rows.keys, rows.count),), (Part(value, rows.values, rows.count),)
+
+    def init_state(self, spec: KVSpec, left_padding: mx.array | None = None) -> RowState:
+        rows = self.empty(spec.layout, spec.batch, spec.capacity)
+        return RowState(rows, start_offset(spec.batch, left_padding), spec.layout)
+
+    def write(
+        self, state: RowState, keys: mx.array, values: mx.array, lengths: mx.array | None = None
+    ) -> RowState:
+        n = keys.shape[2]
+        room = state.rows.count
+        check(n <= room, self.name, "keys", f"must fit the capacity of {room} rows", keys.shape)
+        padding = mx.maximum(-state.offset, 0)
+        new = self.encode(state.layout, drop_left_padding(keys, padding), drop_left_padding(values, padding))
+        start = mx.maximum(state.offset, 0)
+        rows = map_leaves(lambda buffer, x: write_rows(buffer, x, start), state.rows, new)
+        return RowState(rows, state.offset + (n if lengths is None else lengths), state.layout)
+
+    def parts(self, held: RowState, fill: Fill | None = None) -> tuple[Parts, Parts]:
+        rows = held.rows if fill is None else first_rows(held.rows, fill.rows)
+        return self.as_parts(held.layout, rows)
+
+    def visible(self, held: RowState, n: int, lengths: mx.array | None = None) -> mx.array:
+        return self._mask(held, held.offset - (n if lengths is None else lengths), n)
+
+    def make_mask(self, state: RowState, n: int, lengths: mx.array | None = None) -> mx.array:
+        return self._mask(state, state.offset, n)
+
+    def _mask(self, state: RowState, offset: mx.array, n: int) -> mx.array:
+        columns = mx.broadcast_to(mx.arange(state.rows.count), (offset.shape[0], 1, state.rows.count))
+        return causal(columns, query_positions(offset, n))
+
+    def grow(self, state: RowState, capacity: int) -> RowState:
+        rows = map_leaves(lambda x: extend_rows(x, capacity), state.rows)
+        return RowState(rows, state.offset, state.layout)
+
+    def trim(self, state: RowState, n: int) -> RowState:
+        return RowState(state.rows, mx.maximum(state.offset - n, 0), state.layout)
+
+    def capacity(self, state: RowState) -> int:
+        return state.rows.count
+
+    def overflows(self, state: RowState, n: int) -> mx.array:
+        return state.offset + n > state.rows.count
+
+
+def first_rows(rows: HeldRows, count: int) -> HeldRows:
+    """The first `count` rows as views."""
+    return map_leaves(lambda x: x[:, :, :count], rows)
+
+
+def start_offset(batch: int, left_padding: mx.array | None) -> mx.array:
+    """Offset int32 [B] of an empty state: below zero by what is still to come as padding."""
+    return mx.zeros((batch,), mx.int32) if left_padding is None else -left_padding.astype(mx.int32)
+
+
+def rows(*, key: Codec | None = None, value: Codec | None = None, name: str = "rows") -> RowStore:
+    """Rows held by a key codec and a value codec (default: as they come); keeps every token."""
+    return RowStore(name, key or PlainCodec(), value or PlainCodec())
+
+

@@ -1,0 +1,152 @@
+"""Transform: one layer's cache as pure functions of an immutable state.
+
+A call has three moments. `write` takes the new rows in and drops nothing;
+`parts` (and so `read` and `attend`) show everything that this call's queries
+may see; `settle` then applies the method's rule: it evicts, or packs groups.
+`update` is the three in a row. A caller that learns the real queries late
+(the attention hook) uses the moments one by one.
+"""
+
+from typing import Any, ClassVar
+
+import attrs
+import mlx.core as mx
+
+from vq_functional.core.errors import check
+from vq_functional.core.spec import FLOATS, KVSpec
+from vq_functional.ops.attention import Mask, Parts, attend, decode
+
+
+@attrs.frozen
+class Fill:
+    """How full a state is, as plain numbers: they follow from token counts and options, never from data."""
+
+    tokens: int = 0  # seen so far: the position of the next token
+    rows: int = 0  # held
+    coded: int = 0  # of these, rows that are packed in groups along tokens
+
+
+class Transform:
+    """Base of all methods. `state` is what `settle` returns, `held` what `write` returns."""
+
+    name: str
+    trimmable: ClassVar[bool] = True  # rows can be dropped from the end
+    evicts: ClassVar[bool] = False  # some rows are given up
+
+    def init_state(self, spec: KVSpec, left_padding: mx.array | None = None) -> Any:
+        """Empty state. `left_padding` int [B]: rows of the first call that are padding."""
+        raise TypeError(f"{self.name} has no state of its own")
+
+    def write(self, state: Any, keys: mx.array, values: mx.array, lengths: mx.array | None = None) -> Any:
+        """Take in `keys` [B, H, S, Dk] and `values` [B, H, S, Dv]; drop nothing.
+
+        `lengths` int [B]: how many of the S rows, from the left, are no padding.
+        """
+        raise TypeError(f"{self.name} does not write")
+
+    def settle(self, held: Any, queries: mx.array, lengths: mx.array | None = None, proxy: bool = False) -> Any:
+        """Apply the method's rule after a call whose queries were `queries` [B, Hq, S, D].
+
+        `proxy`: the keys stand in for queries that nobody handed over.
+        """
+        return held
+
+    def parts(self, held: Any, fill: Fill | None = None) -> tuple[Parts, Parts]:
+        """Key parts and value parts; with `fill`, without the columns that hold no row."""
+        raise TypeError(f"{self.name} has no parts")
+
+    def visible(self, held: Any, n: int, lengths: mx.array | None = None) -> mx.array:
+        """Bool [B, 1, n, C]: what the last call's `n` queries see of all columns of `parts`."""
+        raise TypeError(f"{self.name} has no mask")
+
+    def make_mask(self, state: Any, n: int, lengths: mx.array | None = None) -> mx.array:
+        """Bool [B, 1, n, C] for the coming call of `n` tokens; C is the width that it will return."""
+        raise TypeError(f"{self.name} has no mask")
+
+    def grow(self, state: Any, capacity: int) -> Any:
+        """The same rows in arrays with room for `capacity` rows."""
+        return state
+
+    def trim(self, state: Any, n: int) -> Any:
+        """Without the newest `n` rows; the others read exactly as before."""
+        check(False, self.name, "trim", "is refused: evicted rows can't come back", n)
+
+    def written(self, fill: Fill, n: int) -> Fill:
+        """`fill` after `write` of `n` tokens."""
+        return Fill(fill.tokens + n, fill.rows + n, fill.coded)
+
+    def settled(self, fill: Fill, n: int) -> Fill:
+        """`fill` after `settle` of a call of `n` tokens."""
+        return fill
+
+    def trimmed(self, fill: Fill, n: int) -> Fill:
+        """`fill` after `trim` of `n` rows."""
+        tokens = max(fill.tokens - n, 0)
+        return Fill(tokens, tokens)
+
+    def settles(self, fill: Fill, n: int) -> bool:
+        """Whether `settle` does anything after a call of `n` tokens that led to `fill`."""
+        return False
+
+    def room(self, fill: Fill, n: int) -> int:
+        """Capacity that `write` and `settle` of `n` tokens need; 0 where the capacity is fixed."""
+        return fill.rows + n
+
+    def capacity(self, state: Any) -> int:
+        """Rows that the state's arrays have room for."""
+        raise TypeError(f"{self.name} has no capacity")
+
+    def overflows(self, state: Any, n: int) -> mx.array | None:
+        """Bool [B]: rows of the batch that have no room for `n` more tokens; None where that can't be."""
+        return None
+
+    def update(
+        self, state: Any, keys: mx.array, values: mx.array, queries: mx.array | None = None
+    ) -> tuple[Any, mx.array, mx.array]:
+        """One call: the next state, and the keys and values for this call's attention.
+
+        `keys` [B, H, S, Dk], `values` [B, H, S, Dv], `queries` [B, Hq, S, Dk] or
+        None (keys stand in). The returned rows are everything held plus the new
+        rows; only what is stored shrinks. A call past the capacity returns NaN
+        rows (nothing can be raised from inside a compiled step): `grow` first.
+        Raises QuantizerConfigError for wrong shapes or dtypes.
+        """
+        self.check_input(keys, values, queries)
+        if keys.shape[2] == 0:
+            return state, *self.read(state)
+        full = self.overflows(state, keys.shape[2])
+        held = self.write(state, keys, values)
+        keys_out, values_out = self.read(held)
+        if full is not None:
+            keys_out, values_out = (mx.where(full[:, None, None, None], mx.nan, x) for x in (keys_out, values_out))
+        proxy = queries is None
+        return self.settle(held, keys if proxy else queries, proxy=proxy), keys_out, values_out
+
+    def read(self, held: Any, fill: Fill | None = None) -> tuple[mx.array, mx.array]:
+        """Keys and values [B, H, C, D] of all columns, or of those that hold rows."""
+        key_parts, value_parts = self.parts(held, fill)
+        return decode(key_parts), decode(value_parts)
+
+    def attend(
+        self, held: Any, queries: mx.array, scale: float, mask: Mask = None, fill: Fill | None = None
+    ) -> mx.array:
+        """Attention [B, Hq, S, Dv] of the last call's queries, straight from what is held.
+
+        `mask` None or "causal" means causal; an array has the width of `parts`.
+        """
+        key_parts, value_parts = self.parts(held, fill)
+        if fill is None and not isinstance(mask, mx.array):
+            mask = self.visible(held, queries.shape[2])
+        elif mask is None and queries.shape[2] > 1:
+            mask = "causal"
+        return attend(key_parts, value_parts, queries, scale, mask)
+
+    def check_input(self, keys: mx.array, values: mx.array, queries: mx.array | None = None) -> None:
+        """Refuse arrays that no layer's cache can take."""
+        check(keys.ndim == 4, self.name, "keys", "must be [B, H, S, D]", keys.shape)
+        same = values.ndim == 4 and values.shape[:3] == keys.shape[:3]
+        check(same, self.name, "values", f"must be {[*keys.shape[:3], 'Dv']}", values.shape)
+        check(keys.dtype in FLOATS, self.name, "keys", "must be float16, bfloat16 or float32", keys.dtype)
+        if queries is not None:
+            fits = queries.ndim == 4 and queries.shape[2] == keys.shape[2] and queries.shape[1] % keys.shape[1] == 0
+            check(fits, self.name, "queries", f"must be [B, multiple of {keys.shape[1]}, S, D]", queries.shape)

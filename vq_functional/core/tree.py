@@ -1,0 +1,74 @@
+"""States are trees of attrs objects, tuples and arrays; here they become flat tuples and back.
+
+``mx.compile`` refuses attrs objects and ``mx.eval`` skips them in silence, so
+every border to MLX goes through `flatten` and `rebuild`.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import attrs
+import mlx.core as mx
+
+Leaves: TypeAlias = tuple[mx.array, ...]
+Structure: TypeAlias = Any  # hashable: "leaf", None, ("static", value) or (class, child structures)
+
+_STATIC = {"static": True}
+
+
+def static_field() -> Any:
+    """An attrs field that is no array: it belongs to the structure and never changes per step."""
+    return attrs.field(metadata=_STATIC)
+
+
+def flatten(tree: Any) -> tuple[Leaves, Structure]:
+    """Split a tree into its array leaves and a hashable structure."""
+    leaves: list[mx.array] = []
+    structure = _collect(tree, leaves)
+    return tuple(leaves), structure
+
+
+def rebuild(structure: Structure, leaves: Any) -> Any:
+    """Inverse of `flatten`."""
+    return _restore(structure, iter(leaves))
+
+
+def map_leaves(function: Callable[..., mx.array], *trees: Any) -> Any:
+    """Apply `function` to the matching leaves of trees of one structure."""
+    columns, structures = zip(*(flatten(tree) for tree in trees), strict=True)
+    return rebuild(structures[0], [function(*leaves) for leaves in zip(*columns, strict=True)])
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of all arrays of a state: what is resident, never an estimate."""
+    return sum(leaf.nbytes for leaf in flatten(tree)[0])
+
+
+def _collect(node: Any, leaves: list[mx.array]) -> Structure:
+    if isinstance(node, mx.array):
+        leaves.append(node)
+        return "leaf"
+    if node is None:
+        return None
+    if isinstance(node, tuple):
+        return (type(node), tuple(_collect(child, leaves) for child in node))
+    if attrs.has(type(node)):
+        return (type(node), tuple(_collect_field(field, node, leaves) for field in attrs.fields(type(node))))
+    raise TypeError(f"a state holds arrays, tuples and attrs objects; got {type(node).__name__}")
+
+
+def _collect_field(field: Any, node: Any, leaves: list[mx.array]) -> Structure:
+    value = getattr(node, field.name)
+    return ("static", value) if field.metadata.get("static") else _collect(value, leaves)
+
+
+def _restore(structure: Structure, leaves: Iterator[mx.array]) -> Any:
+    if structure == "leaf":
+        return next(leaves)
+    if structure is None:
+        return None
+    kind, children = structure
+    if kind == "static":
+        return children
+    parts = [_restore(child, leaves) for child in children]
+    return tuple(parts) if kind is tuple else kind(*parts)  # a named tuple is made like an attrs object

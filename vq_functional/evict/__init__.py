@@ -1,0 +1,1 @@
+"""Methods that keep some rows: one engine, many policies."""

@@ -1,0 +1,69 @@
+"""H2O: keep the rows that attention has used most (arXiv 2306.14048, algorithm 1).
+
+Differs from the paper: `decay` ages old mass, `grace` shields the newest rows
+and `n_sink` the first ones; a call of several tokens selects once, at its end.
+Without real queries the keys stand in: each key attends to the rows before it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from vq_functional.core.errors import check
+from vq_functional.core.policy import Policy, Scene, check_policy, to_spans
+from vq_functional.core.store import rows
+from vq_functional.core.transform import Transform
+from vq_functional.evict.chain import chain
+from vq_functional.evict.scoring import attention_mass
+
+
+@attrs.frozen(kw_only=True)
+class H2OOptions:
+    """`budget` counts every kept row, sinks and grace rows included.
+
+    `decay` in (0, 1] multiplies old mass once a token. `rope_base` is accepted
+    for configurations written elsewhere and has no effect: kept rows are never
+    rotated again.
+    """
+
+    budget: int = 512
+    n_sink: int = 4
+    grace: int = 16
+    decay: float = 0.98
+    rope_base: float = 10000.0
+    protect: Sequence[Sequence[int]] = attrs.field(default=(), converter=to_spans)
+
+    def __attrs_post_init__(self) -> None:
+        check_policy("h2o", self.budget, self.n_sink, self.grace, self.protect, "grace")
+        check(0 < self.decay <= 1, "h2o", "decay", "must be in (0, 1]", self.decay)
+        check(self.rope_base > 0, "h2o", "rope_base", "must be positive", self.rope_base)
+
+
+@attrs.frozen
+class H2OPolicy(Policy):
+    """Priority is the attention mass received so far."""
+
+    decay: float = 0.98
+    name = "h2o"
+
+    def init(self, batch: int, heads: int, slots: int) -> mx.array:
+        return mx.zeros((batch, heads, slots), mx.float32)
+
+    def score(self, mass: mx.array, scene: Scene) -> tuple[mx.array, mx.array]:
+        age = scene.lengths[:, None] - 1 - mx.arange(scene.queries.shape[2])
+        weights = mx.where(age >= 0, self.decay ** mx.maximum(age, 0), 0.0)
+        aged = self.decay ** scene.lengths[:, None, None] * mass + attention_mass(scene, weights)
+        return aged, aged
+
+
+def h2o_policy(**options: Any) -> H2OPolicy:
+    """Rows with the most attention mass stay; options as in H2OOptions."""
+    o = H2OOptions(**options)
+    return H2OPolicy(o.budget, o.n_sink, o.grace, o.protect, o.decay)
+
+
+def h2o(**options: Any) -> Transform:
+    """Evict by attention mass; kept rows stay as they came."""
+    return chain(h2o_policy(**options), rows(), name="h2o")

@@ -1,0 +1,36 @@
+"""What several policies compute from attention."""
+
+import mlx.core as mx
+
+from vq_functional.core.policy import Scene
+from vq_functional.ops.masks import causal
+
+BLOCK = 256  # queries scored at a time: bounds the probability matrix of a long prompt
+
+
+def attention_mass(scene: Scene, weights: mx.array) -> mx.array:
+    """Attention float32 [B, H, T] that each row receives from this call's queries.
+
+    Queries are weighted by `weights` float32 [B, S]; the query heads of a KV
+    head are averaged, so that each query gives mass 1 times its weight. A
+    standing-in key does not attend to itself, and position 0, which nobody
+    precedes, gives itself 1.
+    """
+    n = scene.queries.shape[2]
+    mass = mx.zeros(scene.position.shape, mx.float32)
+    for start in range(0, n, BLOCK):
+        block = slice(start, start + BLOCK)
+        position = scene.query_position[:, block]
+        probabilities = scene.attention(scene.queries[:, :, block], _sees(scene, position))
+        group = probabilities.shape[2]
+        mass = mass + mx.einsum("bhgst,bs->bht", probabilities, weights[:, block]) * (1 / group)
+    if not scene.proxy:
+        return mass
+    first = scene.query_position == 0
+    start_mass = (weights * first).sum(axis=-1)[:, None, None]
+    return mass + mx.where(scene.position == 0, start_mass, 0.0)
+
+
+def _sees(scene: Scene, position: mx.array) -> mx.array:
+    limit = position - 1 if scene.proxy else position
+    return causal(scene.position, limit) & (position >= 0)[:, None, :, None]

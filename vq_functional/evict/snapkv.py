@@ -1,0 +1,134 @@
+"""SnapKV: compress a prompt to the rows that its last queries attend to (arXiv 2404.14469).
+
+With real queries the paper's rule: votes of the last `obs_window` queries,
+causal, pooled over neighbours, the window itself kept. Without them the keys
+of the window vote, unpooled, and may be evicted. Single tokens are appended
+and never evicted, so `budget` caps the prompt and not the whole.
+
+Differs from the paper: the first `n_sink` rows are kept; the query heads of a
+KV head vote together; when a call is shorter than the window, the votes of
+earlier calls fill the rest of it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from vq_functional.core.codec import PlainCodec
+from vq_functional.core.errors import check, check_choice, check_int
+from vq_functional.core.policy import Policy, Scene, check_policy, to_spans
+from vq_functional.core.store import rows
+from vq_functional.core.transform import Transform
+from vq_functional.evict.chain import chain
+from vq_functional.ops.masks import causal
+from vq_functional.ops.rows import BIG, pick, top_rows
+
+
+@attrs.frozen(kw_only=True)
+class SnapKVOptions:
+    """`budget` rows of a prompt stay, sinks included; `obs_window` last queries vote.
+
+    `pool_kernel` (odd; 1 = off) and `force_window` default to None: 5 and True
+    with real queries, 1 and False without. `backend` and `batched_scoring` are
+    accepted and change nothing; `dtype` "float16" stores the kept rows so.
+    """
+
+    budget: int = 512
+    obs_window: int = 32
+    n_sink: int = 4
+    dtype: str = "auto"
+    batched_scoring: bool = True
+    backend: str = "auto"
+    pool_kernel: int | None = None
+    force_window: bool | None = None
+    protect: Sequence[Sequence[int]] = attrs.field(default=(), converter=to_spans)
+
+    def __attrs_post_init__(self) -> None:
+        check_int("snapkv", "obs_window", self.obs_window, 1)
+        window = self.obs_window if self.force_window else 0
+        check_policy("snapkv", self.budget, self.n_sink, window, self.protect, "obs_window")
+        check_choice("snapkv", "dtype", self.dtype, ("auto", "float16"))
+        check_choice("snapkv", "backend", self.backend, ("auto", "mlx", "metal", "reference"))
+        if self.pool_kernel is not None:
+            check_int("snapkv", "pool_kernel", self.pool_kernel, 1)
+            check(self.pool_kernel % 2 == 1, "snapkv", "pool_kernel", "must be odd", self.pool_kernel)
+
+
+@attrs.frozen
+class SnapKVPolicy(Policy):
+    """Priority is the share of votes; memory is the votes of the last call."""
+
+    obs_window: int = 32
+    pool_kernel: int | None = None
+    force_window: bool | None = None
+    name = "snapkv"
+    prompt_only = True
+    latest = False
+
+    def init(self, batch: int, heads: int, slots: int) -> mx.array:
+        return mx.zeros((batch, heads, slots), mx.float32)
+
+    def score(self, votes: mx.array, scene: Scene) -> tuple[mx.array, mx.array]:
+        cast = self._cast_by_keys(scene) if scene.proxy else self._cast_by_queries(votes, scene)
+        cast = mx.where(scene.lengths[:, None, None] > 1, cast, votes)
+        kernel = self.pool_kernel or (1 if scene.proxy else 5)
+        return cast, cast if kernel == 1 else _pooled(mx.where(self._window(scene), 0, cast), scene.position, kernel)
+
+    def protected(self, scene: Scene) -> mx.array:
+        return super().protected(scene) | self._window(scene)
+
+    def _window(self, scene: Scene) -> mx.array:
+        """Bool [B, H, T]: rows of the observation window, where these are kept."""
+        forced = self.force_window if self.force_window is not None else not scene.proxy
+        spans = sum(end - start for start, end in self.protect)
+        size = min(self.obs_window, self.budget - self.n_sink - spans - 1) if forced else 0
+        return scene.position >= scene.offset[:, None, None] - size
+
+    def _cast_by_queries(self, votes: mx.array, scene: Scene) -> mx.array:
+        window = min(self.obs_window, scene.queries.shape[2])
+        index = scene.lengths[:, None] - window + mx.arange(window)
+        voting = index >= 0
+        index = mx.maximum(index, 0)
+        position = mx.where(voting, mx.take_along_axis(scene.query_position, index, axis=1), -1)
+        queries = mx.take_along_axis(scene.queries, index[:, None, :, None], axis=2)
+        visible = causal(scene.position, position) & voting[:, None, :, None]
+        count = voting.sum(axis=-1)[:, None, None]
+        new = scene.attention(queries, visible).mean(axis=2).sum(axis=2) / count
+        share = mx.where(scene.offset[:, None, None] > scene.lengths[:, None, None], count / self.obs_window, 1.0)
+        return share * new + (1 - share) * votes
+
+    def _cast_by_keys(self, scene: Scene) -> mx.array:
+        window = min(self.obs_window, scene.position.shape[2])
+        ranked = mx.where(scene.position < 0, -mx.inf, scene.position.astype(mx.float32))
+        index = top_rows(ranked, mx.full(scene.offset.shape, window), window, latest=True)
+        voting = pick(scene.position, index) >= 0
+        visible = (scene.position >= 0)[:, :, None] & voting[..., None]
+        cast = scene.attention(pick(scene.keys(), index), visible)[:, :, 0].sum(axis=2)
+        return cast / mx.maximum(voting.sum(axis=-1), 1)[..., None]
+
+
+def _pooled(votes: mx.array, position: mx.array, kernel: int) -> mx.array:
+    """Average of `kernel` neighbours in token order, zeros beyond both ends."""
+    order = mx.argsort(mx.where(position < 0, BIG, position), axis=-1)
+    ranked = mx.take_along_axis(mx.where(position < 0, 0, votes), order, axis=-1)
+    reach = kernel // 2
+    padded = mx.pad(ranked, ((0, 0), (0, 0), (reach, reach)))
+    total = padded[..., : ranked.shape[-1]]
+    for shift in range(1, kernel):
+        total = total + padded[..., shift : shift + ranked.shape[-1]]
+    return mx.take_along_axis(total * (1 / kernel), mx.argsort(order, axis=-1), axis=-1)
+
+
+def snapkv_policy(**options: Any) -> SnapKVPolicy:
+    """Prompt rows with the most votes stay; options as in SnapKVOptions."""
+    o = SnapKVOptions(**options)
+    return SnapKVPolicy(o.budget, o.n_sink, 0, o.protect, o.obs_window, o.pool_kernel, o.force_window)
+
+
+def snapkv(**options: Any) -> Transform:
+    """Compress prompts by votes; kept rows stay as they came, or in float16 by `dtype`."""
+    o = SnapKVOptions(**options)
+    codec = PlainCodec("float16" if o.dtype == "float16" else None)
+    return chain(snapkv_policy(**options), rows(key=codec, value=codec), name="snapkv")

@@ -1,0 +1,1 @@
+"""Arithmetic that methods share; knows nothing of states."""

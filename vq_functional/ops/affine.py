@@ -1,0 +1,73 @@
+"""Affine group quantization: x ~ code * scale + zero, both shared by a group along the last axis.
+
+The codes are the bit stream that ``mx.quantized_matmul`` reads. Unlike
+``mx.quantize``, scale and zero span min and max exactly (arXiv 2402.02750,
+section 3.1).
+"""
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from vq_functional.ops.packing import pack, unpack
+from vq_functional.ops.signs import one_bit_matmul
+
+FUSED_BITS = (2, 3, 4, 5, 6, 8)
+FUSED_GROUPS = (32, 64, 128)
+
+
+class Groups(NamedTuple):
+    """Quantized numbers [..., N]."""
+
+    codes: mx.array  # uint32 [..., words(N, bits)]
+    scales: mx.array  # [..., N / group]
+    zeros: mx.array  # [..., N / group]
+
+
+def quantize(x: mx.array, bits: int, group: int, dtype: mx.Dtype) -> Groups:
+    """Quantize `x` [..., N], N a multiple of `group`; scales and zeros in `dtype`.
+
+    A number that is not finite does not enter its group's range: infinities
+    take the nearest end, NaN the lowest value.
+    """
+    x = x.astype(mx.float32).reshape(*x.shape[:-1], -1, group)
+    low, high = _finite_range(x)
+    top, largest = 2**bits - 1, mx.finfo(dtype).max
+    zeros = low.astype(dtype)
+    scales = mx.minimum((high - low) * (1 / top), largest).astype(dtype)
+    scale, zero = (a.astype(mx.float32)[..., None] for a in (scales, zeros))
+    steps = mx.where(scale > 0, (x - zero) / mx.where(scale > 0, scale, 1), 0)
+    codes = mx.clip(mx.round(mx.where(mx.isnan(steps), 0, steps)), 0, top).astype(mx.uint32)
+    return Groups(pack(codes.flatten(-2), bits), scales, zeros)
+
+
+def dequantize(groups: Groups, bits: int, group: int) -> mx.array:
+    """Float32 [..., N]; float32 throughout, since code * scale can exceed a half float."""
+    scales, zeros = groups.scales.astype(mx.float32), groups.zeros.astype(mx.float32)
+    count = scales.shape[-1] * group
+    if fused(bits, group):
+        return mx.dequantize(groups.codes, scales, zeros, group_size=group, bits=bits)
+    codes = unpack(groups.codes, bits, count).astype(mx.float32).reshape(*scales.shape, group)
+    return (codes * scales[..., None] + zeros[..., None]).flatten(-2)
+
+
+def matmul(x: mx.array, groups: Groups, bits: int, group: int, transpose: bool) -> mx.array:
+    """Float32 `x` [..., M, K] times the numbers [..., K, N], or with `transpose` times their transpose."""
+    if not fused(bits, group):
+        numbers = dequantize(groups, bits, group)
+        return x @ (numbers.swapaxes(-1, -2) if transpose else numbers)
+    scales, zeros = groups.scales.astype(mx.float32), groups.zeros.astype(mx.float32)
+    return mx.quantized_matmul(x, groups.codes, scales, zeros, transpose=transpose, group_size=group, bits=bits)
+
+
+def fused(bits: int, group: int) -> bool:
+    """Whether MLX has kernels for these codes."""
+    return group in FUSED_GROUPS and (bits in FUSED_BITS or (bits == 1 and one_bit_matmul(mx.default_device().type)))
+
+
+def _finite_range(x: mx.array) -> tuple[mx.array, mx.array]:
+    finite = mx.isfinite(x)
+    low = mx.where(finite, x, mx.inf).min(axis=-1)
+    high = mx.where(finite, x, -mx.inf).max(axis=-1)
+    none = low > high
+    return mx.where(none, 0, low), mx.where(none, 0, high)

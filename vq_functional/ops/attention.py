@@ -1,0 +1,99 @@
+"""Attention over rows that are held in parts, some of them as codes."""
+
+from typing import TypeAlias
+
+import mlx.core as mx
+
+from vq_functional.core.codec import Part, PlainCoder
+from vq_functional.core.errors import check
+
+Mask: TypeAlias = mx.array | str | None
+Parts: TypeAlias = tuple[Part, ...]
+
+LOWEST = mx.finfo(mx.float32).min
+
+
+def decode(parts: Parts) -> mx.array:
+    """All columns as vectors [B, H, C, D]."""
+    return _joined([part.decode() for part in parts], axis=2)
+
+
+def logits(parts: Parts, queries: mx.array, scale: float) -> mx.array:
+    """Scaled scores float32 [B, H, G, S, C]; `queries` [B, H*G, S, D] are grouped by KV head."""
+    grouped = _by_kv_head(queries, _kv_heads(parts))
+    batch, heads, group, n, dim = grouped.shape
+    flat = (grouped.astype(mx.float32) * scale).reshape(batch, heads, group * n, dim)
+    return _joined([part.dot(flat) for part in parts], axis=-1).reshape(batch, heads, group, n, -1)
+
+
+def probabilities(parts: Parts, queries: mx.array, scale: float, visible: mx.array) -> mx.array:
+    """Softmax float32 [B, H, G, S, C] over the `visible` [B, H, S, C] columns; zero where none is.
+
+    For scoring: a NaN or infinite score counts as the lowest one.
+    """
+    scores = logits(parts, queries, scale)
+    seen = mx.expand_dims(visible, 2) & mx.isfinite(scores)
+    weights = mx.softmax(mx.where(seen, scores, LOWEST), axis=-1)
+    return mx.where(seen, weights, 0.0)
+
+
+def attend(key_parts: Parts, value_parts: Parts, queries: mx.array, scale: float, mask: Mask = None) -> mx.array:
+    """One softmax over all parts, straight from their codes.
+
+    `queries` [B, Hq, S, D]; `mask` None, "causal" (lower right), bool or
+    additive, broadcast to [B, Hq or 1, S, C]. Returns [B, Hq, S, Dv].
+    """
+    if all(isinstance(part.coder, PlainCoder) for part in key_parts + value_parts):
+        keys, values = decode(key_parts), decode(value_parts)
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+    batch, query_heads, n, _ = queries.shape
+    scores = masked(logits(key_parts, queries, scale), mask)
+    weights = mx.softmax(scores, axis=-1)
+    flat = weights.reshape(batch, weights.shape[1], -1, weights.shape[-1])
+    out, start = mx.array(0.0), 0
+    for part in value_parts:
+        out = out + part.mix(flat[..., start : start + part.count])
+        start += part.count
+    return out.reshape(batch, query_heads, n, -1).astype(queries.dtype)
+
+
+def masked(scores: mx.array, mask: Mask) -> mx.array:
+    """Scores [B, H, G, S, C] with a mask of any accepted kind applied."""
+    if mask is None:
+        return scores
+    _, heads, group, n, columns = scores.shape
+    if isinstance(mask, str):
+        check(mask == "causal", "attend", "mask", 'must be None, "causal" or an array', mask)
+        mask = lower_right(n, columns)
+    mask = _mask_by_kv_head(mask, heads, group)
+    if mask.dtype == mx.bool_:
+        return mx.where(mask, scores, LOWEST)
+    return mx.maximum(scores + mask.astype(mx.float32), LOWEST)
+
+
+def lower_right(n: int, columns: int) -> mx.array:
+    """Bool [n, columns]: the last `n` columns are the queries' own, each sees up to itself."""
+    return mx.arange(columns - n, columns)[:, None] >= mx.arange(columns)[None]
+
+
+def _mask_by_kv_head(mask: mx.array, heads: int, group: int) -> mx.array:
+    mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    rule = f"must have 1 or {heads * group} heads"
+    check(mask.shape[1] in (1, heads * group), "attend", "mask", rule, mask.shape)
+    if mask.shape[1] == 1:
+        return mask[:, :, None]
+    return mask.reshape(mask.shape[0], heads, group, *mask.shape[2:])
+
+
+def _kv_heads(parts: Parts) -> int:
+    return parts[0].rows[0].shape[1]
+
+
+def _by_kv_head(queries: mx.array, heads: int) -> mx.array:
+    batch, query_heads, n, dim = queries.shape
+    check(query_heads % heads == 0, "attend", "queries", f"must have a multiple of {heads} heads", queries.shape)
+    return queries.reshape(batch, heads, query_heads // heads, n, dim)
+
+
+def _joined(arrays: list[mx.array], axis: int) -> mx.array:
+    return arrays[0] if len(arrays) == 1 else mx.concatenate(arrays, axis=axis)

@@ -1,0 +1,18 @@
+"""Masks from positions: bool [B, 1, n, C], True where a query may look."""
+
+import mlx.core as mx
+
+
+def query_positions(offset: mx.array, n: int) -> mx.array:
+    """Positions int [B, n] of the `n` tokens that begin at `offset` int [B]; padding is negative."""
+    return offset[:, None] + mx.arange(n)
+
+
+def causal(columns: mx.array, queries: mx.array) -> mx.array:
+    """Bool [B, H, n, C]: column positions int [B, H, C] against query positions int [B, n].
+
+    A column below zero holds nothing. A query below zero is padding; it sees
+    everything, so that its unused result stays finite.
+    """
+    columns, queries = columns[:, :, None], queries[:, None, :, None]
+    return ((columns >= 0) & (columns <= queries)) | (queries < 0)

@@ -1,0 +1,96 @@
+"""Rows [B, H, C, ...]: writing, picking, choosing which ones stay.
+
+MLX does not check dynamic slices and scatters against the bounds of an array,
+so every start is clamped here.
+"""
+
+import mlx.core as mx
+
+BIG = 2**31 - 1
+
+
+def write_rows(buffer: mx.array, rows: mx.array, start: mx.array, axis: int = 2) -> mx.array:
+    """`buffer` with `rows` written at `start` int [B] along `axis`; in place when nobody else holds it."""
+    count = rows.shape[axis]
+    start = mx.clip(start, 0, buffer.shape[axis] - count)
+    if buffer.shape[0] == 1:
+        return mx.slice_update(buffer, rows, start, axes=(axis,))
+    index = _along(start[:, None] + mx.arange(count), axis, buffer.ndim)
+    return mx.put_along_axis(buffer, mx.broadcast_to(index, rows.shape), rows, axis=axis)
+
+
+def read_rows(buffer: mx.array, start: mx.array, count: int, axis: int = 2) -> mx.array:
+    """`count` rows from `start` int [B] along `axis`."""
+    start = mx.clip(start, 0, buffer.shape[axis] - count)
+    if buffer.shape[0] == 1:
+        shape = list(buffer.shape)
+        shape[axis] = count
+        return mx.slice(buffer, start, axes=(axis,), slice_size=tuple(shape))
+    return mx.take_along_axis(buffer, _along(start[:, None] + mx.arange(count), axis, buffer.ndim), axis=axis)
+
+
+def pick(x: mx.array, index: mx.array) -> mx.array:
+    """Rows `index` int [B, H, K] of `x` [B, H, C, ...]."""
+    return mx.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 3)), axis=2)
+
+
+def put(x: mx.array, index: mx.array, rows: mx.array) -> mx.array:
+    """`x` [B, H, C, ...] with `rows` [B, H, K, ...] at `index` int [B, H, K]; in place when nobody else holds it."""
+    index = index.reshape(index.shape + (1,) * (x.ndim - 3))
+    return mx.put_along_axis(x, mx.broadcast_to(index, rows.shape), rows, axis=2)
+
+
+def drop_left_padding(x: mx.array, padding: mx.array) -> mx.array:
+    """`x` [B, H, S, ...] with the first `padding` int [B] rows moved out; what follows the rest is no row."""
+    n = x.shape[2]
+    if n == 1:
+        return x
+    index = mx.minimum(mx.arange(n) + padding[:, None], n - 1)[:, None]
+    return pick(x, index)
+
+
+def extend_rows(x: mx.array, count: int) -> mx.array:
+    """`x` [B, H, C, ...] with zeroed rows at the end, `count` in all."""
+    missing = count - x.shape[2]
+    if missing <= 0:
+        return x
+    room = mx.zeros((*x.shape[:2], missing, *x.shape[3:]), x.dtype)
+    return mx.concatenate([x, room], axis=2)
+
+
+def extend_last(x: mx.array, size: int) -> mx.array:
+    """`x` with zeros at the end of the last axis, `size` in all."""
+    return mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
+
+
+def top_rows(priority: mx.array, keep: mx.array, size: int, latest: bool) -> mx.array:
+    """Index int [B, H, size] of the `keep` int [B] rows of highest priority, in rising order.
+
+    -inf marks a row that is empty: it is never kept, and the surplus indices
+    point at empty rows where there are any. Ties go to the later row
+    (`latest`) or to the earlier one.
+    """
+    total = priority.shape[-1]
+    ranked = mx.sort(priority, axis=-1)
+    place = mx.clip(total - keep, 0, total - 1)[:, None, None]
+    threshold = mx.take_along_axis(ranked, mx.broadcast_to(place, (*priority.shape[:2], 1)), axis=-1)
+    above, tied = priority > threshold, priority == threshold
+    wanted = keep[:, None, None] - above.sum(axis=-1, keepdims=True)
+    order = mx.cumsum(tied.astype(mx.int32), axis=-1, reverse=latest)
+    kept = (above | (tied & (order <= wanted))) & (priority > -mx.inf)
+    return mx.sort(mx.where(kept, mx.arange(total), mx.arange(total) + total), axis=-1)[..., :size] % total
+
+
+def victim_row(priority: mx.array, position: mx.array, latest: bool) -> mx.array:
+    """Index int [B, H] of the row of lowest priority; of equal ones the oldest goes when `latest` stay."""
+    tied = priority == priority.min(axis=-1, keepdims=True)
+    if latest:
+        return mx.argmin(mx.where(tied, position, BIG), axis=-1)
+    return mx.argmax(mx.where(tied, position, -1), axis=-1)
+
+
+def _along(index: mx.array, axis: int, ndim: int) -> mx.array:
+    """`index` [B, K] shaped to run along `axis` of an array of `ndim` axes."""
+    shape = [1] * ndim
+    shape[0], shape[axis] = index.shape
+    return index.reshape(shape)

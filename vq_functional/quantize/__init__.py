@@ -1,0 +1,1 @@
+"""Methods that hold numbers in affine groups."""

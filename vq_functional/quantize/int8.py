@@ -1,0 +1,71 @@
+"""Eight bits a number, one scale a token: code = round(x / scale) + 128 in [1, 255]."""
+
+import attrs
+import mlx.core as mx
+
+from vq_functional.core.codec import Codec, Coder, Rows
+from vq_functional.ops.affine import FUSED_GROUPS
+from vq_functional.ops.packing import pack, unpack
+
+CENTER, LEVELS = 128, 127
+
+
+@attrs.frozen
+class Int8Codec(Codec):
+    """4 * ceil(D / 4) bytes a row and one scale in the input dtype; keys or values."""
+
+    name = "int8"
+
+    def bind(self, dim: int, dtype: mx.Dtype) -> Coder:
+        group = next((size for size in reversed(FUSED_GROUPS) if dim % size == 0), None)
+        return Int8Coder(dim, dtype, group)
+
+
+@attrs.frozen
+class Int8Coder(Coder):
+    dim: int
+    dtype: mx.Dtype
+    group: int | None  # a group that MLX has kernels for, where one divides the head size
+
+    def encode(self, x: mx.array) -> Rows:
+        x = x.astype(mx.float32)
+        finite = mx.where(mx.isfinite(x), mx.abs(x), 0)
+        scale = (finite.max(axis=-1) * (1 / LEVELS)).astype(self.dtype)
+        step = scale.astype(mx.float32)[..., None]
+        code = mx.where(step > 0, x / mx.where(step > 0, step, 1), 0)
+        code = mx.clip(mx.round(mx.where(mx.isnan(code), 0, code)), -LEVELS, LEVELS) + CENTER
+        return pack(code.astype(mx.uint32), 8), scale
+
+    def decode(self, rows: Rows) -> mx.array:
+        return self._numbers(rows).astype(self.dtype)
+
+    def dot(self, queries: mx.array, rows: Rows) -> mx.array:
+        return self._product(queries, rows, transpose=True)
+
+    def mix(self, weights: mx.array, rows: Rows) -> mx.array:
+        return self._product(weights, rows, transpose=False)
+
+    def _product(self, x: mx.array, rows: Rows, transpose: bool) -> mx.array:
+        if self.group is None:
+            numbers = self._numbers(rows)
+            return x @ (numbers.swapaxes(-1, -2) if transpose else numbers)
+        codes, scales, zeros = self._affine(rows)
+        return mx.quantized_matmul(x, codes, scales, zeros, transpose=transpose, group_size=self.group, bits=8)
+
+    def _numbers(self, rows: Rows) -> mx.array:
+        if self.group is None:
+            codes, scale = rows
+            numbers = unpack(codes, 8, self.dim).astype(mx.float32) - CENTER
+            return numbers * scale.astype(mx.float32)[..., None]
+        return mx.dequantize(*self._affine(rows), group_size=self.group, bits=8)
+
+    def _affine(self, rows: Rows) -> tuple[mx.array, mx.array, mx.array]:
+        codes, scale = rows
+        groups = self.dim // (self.group or self.dim)
+        scales = mx.repeat(scale.astype(mx.float32)[..., None], groups, axis=-1)
+        return codes, scales, scales * -CENTER
+
+
+def int8_codec() -> Int8Codec:
+    """Codec for keys or values."""
+    return Int8Codec()
