@@ -44,7 +44,13 @@ TABLE = (
     _row("h2o", H2OOptions, h2o, "2306.14048", "evicts uses_queries"),
     _row("snapkv", SnapKVOptions, snapkv, "2404.14469", "evicts uses_queries"),
     _row("kivi", KIVIOptions, kivi, "2402.02750", "packs chunk_invariant attends_codes"),
-    _row("turboquant_mse", TurboQuantMSEOptions, turboquant_mse, "2504.19874", "packs chunk_invariant attends_codes vectors"),
+    _row(
+        "turboquant_mse",
+        TurboQuantMSEOptions,
+        turboquant_mse,
+        "2504.19874",
+        "packs chunk_invariant attends_codes vectors",
+    ),
     _row("turboquant_rvq", TurboQuantRVQOptions, turboquant_rvq, "2504.19874", "packs chunk_invariant attends_codes"),
     _row("qjl", QJLOptions, qjl, "2406.03482", "packs chunk_invariant attends_codes vectors"),
 )

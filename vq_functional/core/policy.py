@@ -79,7 +79,9 @@ class Policy:
         return safe
 
 
-def check_policy(name: str, budget: int, n_sink: int, recent: int, protect: Spans, recent_field: str = "recent") -> None:
+def check_policy(
+    name: str, budget: int, n_sink: int, recent: int, protect: Spans, recent_field: str = "recent"
+) -> None:
     """The rules that all budgets obey: at least one row must be free to go."""
     check_int(name, "budget", budget, 1)
     check_int(name, "n_sink", n_sink, 0)

@@ -11,7 +11,6 @@ from vq_functional.core.spec import KVSpec, Layout
 from vq_functional.core.transform import Fill, Transform
 from vq_functional.core.tree import map_leaves, static_field
 from vq_functional.ops.attention import Parts
-from vq_functional.ops.masks import causal, query_positions
 from vq_functional.ops.rows import drop_left_padding, extend_rows, write_rows
 
 
@@ -54,6 +53,10 @@ class RowStore(Store, Transform):
         rule = "can't be a codec for keys only"
         check(not self.value.keys_only, self.name, "value", rule, self.value.name)
 
+    @property
+    def coded(self) -> bool:
+        return not (isinstance(self.key, PlainCodec) and isinstance(self.value, PlainCodec))
+
     def coders(self, layout: Layout) -> tuple[Coder, Coder]:
         """Key and value coder of a layout; raises QuantizerConfigError for head sizes they can't take."""
         return (bind(self.key, layout.key_dim, layout.dtype), bind(self.value, layout.value_dim, layout.dtype))
@@ -64,11 +67,7 @@ class RowStore(Store, Transform):
         return HeldRows(key.empty(batch, layout.kv_heads, count), value.empty(batch, layout.kv_heads, count))
 
     def encode(self, layout: Layout, keys: mx.array, values: mx.array) -> HeldRows:
-        """Rows of new keys and values; raises QuantizerConfigError where they don't fit the layout."""
-        for field, x, dim in (("keys", keys, layout.key_dim), ("values", values, layout.value_dim)):
-            rule = f"must be [B, {layout.kv_heads}, S, {dim}] in {layout.dtype}"
-            fits = x.shape[1] == layout.kv_heads and x.shape[3] == dim and x.dtype == layout.dtype
-            check(fits, self.name, field, rule, (x.shape, x.dtype))
+        """Rows of new keys and values."""
         key, value = self.coders(layout)
         return HeldRows(key.encode(keys), value.encode(values))
 
@@ -81,9 +80,7 @@ class RowStore(Store, Transform):
         rows = self.empty(spec.layout, spec.batch, spec.capacity)
         return RowState(rows, start_offset(spec.batch, left_padding), spec.layout)
 
-    def write(
-        self, state: RowState, keys: mx.array, values: mx.array, lengths: mx.array | None = None
-    ) -> RowState:
+    def write(self, state: RowState, keys: mx.array, values: mx.array, lengths: mx.array | None = None) -> RowState:
         n = keys.shape[2]
         room = state.rows.count
         check(n <= room, self.name, "keys", f"must fit the capacity of {room} rows", keys.shape)
@@ -97,15 +94,12 @@ class RowStore(Store, Transform):
         rows = held.rows if fill is None else first_rows(held.rows, fill.rows)
         return self.as_parts(held.layout, rows)
 
-    def visible(self, held: RowState, n: int, lengths: mx.array | None = None) -> mx.array:
-        return self._mask(held, held.offset - (n if lengths is None else lengths), n)
+    def positions(self, held: RowState) -> mx.array:
+        return mx.broadcast_to(mx.arange(held.rows.count), (held.offset.shape[0], 1, held.rows.count))
 
-    def make_mask(self, state: RowState, n: int, lengths: mx.array | None = None) -> mx.array:
-        return self._mask(state, state.offset, n)
-
-    def _mask(self, state: RowState, offset: mx.array, n: int) -> mx.array:
-        columns = mx.broadcast_to(mx.arange(state.rows.count), (offset.shape[0], 1, state.rows.count))
-        return causal(columns, query_positions(offset, n))
+    def positions_after(self, state: RowState, n: int, fill: Fill | None = None) -> mx.array:
+        columns = self.positions(state)
+        return columns if fill is None else columns[..., : fill.rows + n]
 
     def grow(self, state: RowState, capacity: int) -> RowState:
         rows = map_leaves(lambda x: extend_rows(x, capacity), state.rows)
@@ -134,5 +128,3 @@ def start_offset(batch: int, left_padding: mx.array | None) -> mx.array:
 def rows(*, key: Codec | None = None, value: Codec | None = None, name: str = "rows") -> RowStore:
     """Rows held by a key codec and a value codec (default: as they come); keeps every token."""
     return RowStore(name, key or PlainCodec(), value or PlainCodec())
-
-

@@ -13,8 +13,9 @@ import attrs
 import mlx.core as mx
 
 from vq_functional.core.errors import check
-from vq_functional.core.spec import FLOATS, KVSpec
+from vq_functional.core.spec import FLOATS, KVSpec, Layout
 from vq_functional.ops.attention import Mask, Parts, attend, decode
+from vq_functional.ops.masks import causal, query_positions
 
 
 @attrs.frozen
@@ -32,6 +33,11 @@ class Transform:
     name: str
     trimmable: ClassVar[bool] = True  # rows can be dropped from the end
     evicts: ClassVar[bool] = False  # some rows are given up
+
+    @property
+    def coded(self) -> bool:
+        """Whether some of what is held are codes, so that `attend` saves reading them as vectors."""
+        return True
 
     def init_state(self, spec: KVSpec, left_padding: mx.array | None = None) -> Any:
         """Empty state. `left_padding` int [B]: rows of the first call that are padding."""
@@ -55,13 +61,26 @@ class Transform:
         """Key parts and value parts; with `fill`, without the columns that hold no row."""
         raise TypeError(f"{self.name} has no parts")
 
-    def visible(self, held: Any, n: int, lengths: mx.array | None = None) -> mx.array:
-        """Bool [B, 1, n, C]: what the last call's `n` queries see of all columns of `parts`."""
-        raise TypeError(f"{self.name} has no mask")
+    def positions(self, held: Any) -> mx.array:
+        """Token position int [B, H or 1, C] of each column of `parts`; below zero where there is none."""
+        raise TypeError(f"{self.name} has no positions")
 
-    def make_mask(self, state: Any, n: int, lengths: mx.array | None = None) -> mx.array:
-        """Bool [B, 1, n, C] for the coming call of `n` tokens; C is the width that it will return."""
-        raise TypeError(f"{self.name} has no mask")
+    def positions_after(self, state: Any, n: int, fill: Fill | None = None) -> mx.array:
+        """`positions` after a `write` of `n` tokens; with `fill`, of the columns that will hold rows."""
+        raise TypeError(f"{self.name} has no positions")
+
+    def visible(self, held: Any, n: int) -> mx.array:
+        """Bool [B, 1, n, C]: what the last call's `n` queries see of all columns of `parts`."""
+        return causal(self.positions(held)[:, :1], query_positions(held.offset - n, n))
+
+    def make_mask(self, state: Any, n: int, fill: Fill | None = None, window: int | None = None) -> mx.array:
+        """Bool [B, 1, n, C] for the coming call of `n` tokens; C is the width that it will return.
+
+        Every position that is held lies before the call, so one head axis is exact
+        whatever rows a head keeps; with a `window` it is [B, H, n, C] where heads differ.
+        """
+        columns = self.positions_after(state, n, fill)
+        return causal(columns if window else columns[:, :1], query_positions(state.offset, n), window)
 
     def grow(self, state: Any, capacity: int) -> Any:
         """The same rows in arrays with room for `capacity` rows."""
@@ -111,7 +130,7 @@ class Transform:
         rows (nothing can be raised from inside a compiled step): `grow` first.
         Raises QuantizerConfigError for wrong shapes or dtypes.
         """
-        self.check_input(keys, values, queries)
+        self.check_input(keys, values, queries, state.layout)
         if keys.shape[2] == 0:
             return state, *self.read(state)
         full = self.overflows(state, keys.shape[2])
@@ -141,12 +160,18 @@ class Transform:
             mask = "causal"
         return attend(key_parts, value_parts, queries, scale, mask)
 
-    def check_input(self, keys: mx.array, values: mx.array, queries: mx.array | None = None) -> None:
-        """Refuse arrays that no layer's cache can take."""
+    def check_input(
+        self, keys: mx.array, values: mx.array, queries: mx.array | None = None, layout: Layout | None = None
+    ) -> None:
+        """Refuse arrays that no layer's cache can take, or not one of this `layout`."""
         check(keys.ndim == 4, self.name, "keys", "must be [B, H, S, D]", keys.shape)
         same = values.ndim == 4 and values.shape[:3] == keys.shape[:3]
         check(same, self.name, "values", f"must be {[*keys.shape[:3], 'Dv']}", values.shape)
         check(keys.dtype in FLOATS, self.name, "keys", "must be float16, bfloat16 or float32", keys.dtype)
+        for field, x, dim in (("keys", keys, "key_dim"), ("values", values, "value_dim")) if layout else ():
+            wanted = (layout.kv_heads, getattr(layout, dim), layout.dtype)  # type: ignore[union-attr]
+            came = (x.shape[1], x.shape[3], x.dtype)
+            check(came == wanted, self.name, field, "must be (heads, size, dtype) %s, %s, %s" % wanted, came)
         if queries is not None:
             fits = queries.ndim == 4 and queries.shape[2] == keys.shape[2] and queries.shape[1] % keys.shape[1] == 0
             check(fits, self.name, "queries", f"must be [B, multiple of {keys.shape[1]}, S, D]", queries.shape)

@@ -16,8 +16,8 @@ from vq_functional.core.store import HeldRows, RowStore, first_rows, start_offse
 from vq_functional.core.transform import Fill, Transform
 from vq_functional.core.tree import map_leaves, static_field
 from vq_functional.ops.attention import LOWEST, Parts
-from vq_functional.ops.masks import causal, query_positions
-from vq_functional.ops.rows import extend_rows, pick, put, top_rows, victim_row
+from vq_functional.ops.masks import query_positions
+from vq_functional.ops.rows import BIG, extend_rows, pick, put, top_rows, victim_row
 
 
 @attrs.frozen
@@ -40,6 +40,10 @@ class Evicting(Transform):
     trimmable = False
     evicts = True
 
+    @property
+    def coded(self) -> bool:
+        return self.store.coded
+
     def init_state(self, spec: KVSpec, left_padding: mx.array | None = None) -> SlotState:
         slots = max(self.policy.budget, spec.capacity) if self.policy.prompt_only else self.policy.budget + 1
         position = mx.full((spec.batch, spec.kv_heads, slots), -1, mx.int32)
@@ -47,9 +51,7 @@ class Evicting(Transform):
         rows = self.store.empty(spec.layout, spec.batch, slots)
         return SlotState(rows, position, memory, start_offset(spec.batch, left_padding), spec.layout, 0)
 
-    def write(
-        self, state: SlotState, keys: mx.array, values: mx.array, lengths: mx.array | None = None
-    ) -> SlotState:
+    def write(self, state: SlotState, keys: mx.array, values: mx.array, lengths: mx.array | None = None) -> SlotState:
         n = keys.shape[2]
         new = self.store.encode(state.layout, keys, values)
         incoming = query_positions(state.offset, n)
@@ -83,23 +85,29 @@ class Evicting(Transform):
         if fill is not None:
             stored = first_rows(held.rows, fill.rows - held.new)
             last = held.new
-            rows = map_leaves(lambda old, x: mx.concatenate([old, x[:, :, -last:]], axis=2), stored, rows) if last else stored
+            rows = (
+                map_leaves(lambda old, x: mx.concatenate([old, x[:, :, -last:]], axis=2), stored, rows)
+                if last
+                else stored
+            )
         return self.store.as_parts(held.layout, rows)
 
-    def visible(self, held: SlotState, n: int, lengths: mx.array | None = None) -> mx.array:
-        start = held.offset - (n if lengths is None else lengths)
-        return causal(held.position[:, :1], query_positions(start, n))
+    def positions(self, held: SlotState) -> mx.array:
+        return held.position
 
-    def make_mask(self, state: SlotState, n: int, lengths: mx.array | None = None) -> mx.array:
-        incoming = query_positions(state.offset, n)
-        return causal(self._positions_after(state.position[:, :1], incoming), incoming)
+    def positions_after(self, state: SlotState, n: int, fill: Fill | None = None) -> mx.array:
+        columns = self._positions_after(state.position, query_positions(state.offset, n))
+        if fill is None:
+            return columns
+        stored = columns[..., : fill.rows + (1 if n == 1 else 0)]
+        return stored if n == 1 else mx.concatenate([stored, columns[..., -n:]], axis=-1)
 
     def grow(self, state: SlotState, capacity: int) -> SlotState:
         more = self.policy.prompt_only and capacity > self.capacity(state)
         return _resized(state, capacity) if more else state
 
     def settled(self, fill: Fill, n: int) -> Fill:
-        if self.policy.prompt_only and n == 1:
+        if self.policy.prompt_only and n <= 1:
             return fill
         return Fill(fill.tokens, min(fill.rows, self.policy.budget))
 
@@ -108,6 +116,12 @@ class Evicting(Transform):
 
     def room(self, fill: Fill, n: int) -> int:
         return fill.rows + n if self.policy.prompt_only and n == 1 else 0
+
+    def kept(self, state: SlotState) -> SlotState:
+        """The same state with its slots in rising token order, empty ones last."""
+        order = mx.argsort(mx.where(state.position < 0, BIG, state.position), axis=-1)
+        rows, memory, position = map_leaves(lambda x: pick(x, order), (state.rows, state.memory, state.position))
+        return SlotState(rows, position, memory, state.offset, state.layout, 0)
 
     def capacity(self, state: SlotState) -> int:
         return state.position.shape[2]

@@ -89,12 +89,12 @@ class SnapKVPolicy(Policy):
     def _cast_by_queries(self, votes: mx.array, scene: Scene) -> mx.array:
         window = min(self.obs_window, scene.queries.shape[2])
         index = scene.lengths[:, None] - window + mx.arange(window)
-        voting = index >= 0
-        index = mx.maximum(index, 0)
+        voting, index = index >= 0, mx.maximum(index, 0)
         position = mx.where(voting, mx.take_along_axis(scene.query_position, index, axis=1), -1)
+        voting = position >= 0
         queries = mx.take_along_axis(scene.queries, index[:, None, :, None], axis=2)
         visible = causal(scene.position, position) & voting[:, None, :, None]
-        count = voting.sum(axis=-1)[:, None, None]
+        count = mx.maximum(voting.sum(axis=-1), 1)[:, None, None]
         new = scene.attention(queries, visible).mean(axis=2).sum(axis=2) / count
         share = mx.where(scene.offset[:, None, None] > scene.lengths[:, None, None], count / self.obs_window, 1.0)
         return share * new + (1 - share) * votes

@@ -8,11 +8,15 @@ def query_positions(offset: mx.array, n: int) -> mx.array:
     return offset[:, None] + mx.arange(n)
 
 
-def causal(columns: mx.array, queries: mx.array) -> mx.array:
+def causal(columns: mx.array, queries: mx.array, window: int | None = None) -> mx.array:
     """Bool [B, H, n, C]: column positions int [B, H, C] against query positions int [B, n].
 
-    A column below zero holds nothing. A query below zero is padding; it sees
+    A column below zero holds nothing. With `window` a query sees itself and the
+    window - 1 positions before it. A query below zero is padding; it sees
     everything, so that its unused result stays finite.
     """
     columns, queries = columns[:, :, None], queries[:, None, :, None]
-    return ((columns >= 0) & (columns <= queries)) | (queries < 0)
+    seen = (columns >= 0) & (columns <= queries)
+    if window is not None:
+        seen = seen & (queries - columns < window)
+    return seen | (queries < 0)

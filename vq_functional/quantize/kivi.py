@@ -21,7 +21,6 @@ from vq_functional.core.transform import Fill, Transform
 from vq_functional.core.tree import static_field
 from vq_functional.ops.affine import Groups, dequantize, matmul, quantize
 from vq_functional.ops.attention import Parts
-from vq_functional.ops.masks import causal, query_positions
 from vq_functional.ops.packing import alignment
 from vq_functional.ops.rows import drop_left_padding, extend_last, extend_rows, read_rows, write_rows
 
@@ -121,9 +120,7 @@ class KIVI(Store, Transform):
         offset = start_offset(batch, left_padding)
         return KIVIState(keys, values, *exact, mx.zeros((batch,), mx.int32), offset, layout)
 
-    def write(
-        self, state: KIVIState, keys: mx.array, values: mx.array, lengths: mx.array | None = None
-    ) -> KIVIState:
+    def write(self, state: KIVIState, keys: mx.array, values: mx.array, lengths: mx.array | None = None) -> KIVIState:
         n = keys.shape[2]
         padding = mx.maximum(-state.offset, 0)
         start = mx.maximum(state.offset, 0) - state.coded
@@ -166,11 +163,13 @@ class KIVI(Store, Transform):
         coded = Part(key_coder, keys, columns), Part(self._value_coder(layout), values, columns)
         return (coded[0], exact[0]), (coded[1], exact[1])
 
-    def visible(self, held: KIVIState, n: int, lengths: mx.array | None = None) -> mx.array:
-        return self._mask(held, held.offset - (n if lengths is None else lengths), n, held.recent_keys.shape[2])
+    def positions(self, held: KIVIState) -> mx.array:
+        return self._positions(held, held.recent_keys.shape[2])
 
-    def make_mask(self, state: KIVIState, n: int, lengths: mx.array | None = None) -> mx.array:
-        return self._mask(state, state.offset, n, self.window + (n if n > 1 else 0))
+    def positions_after(self, state: KIVIState, n: int, fill: Fill | None = None) -> mx.array:
+        if fill is not None:
+            return mx.broadcast_to(mx.arange(fill.rows + n), (state.offset.shape[0], 1, fill.rows + n))
+        return self._positions(state, self.window + (n if n > 1 else 0))
 
     def grow(self, state: KIVIState, capacity: int) -> KIVIState:
         columns = self._columns(capacity)
@@ -242,11 +241,12 @@ class KIVI(Store, Transform):
     def _value_coder(self, layout: Layout) -> ValueGroups:
         return ValueGroups(layout.value_dim, layout.dtype, self.options.bits, self.options.group_size)
 
-    def _mask(self, state: KIVIState, offset: mx.array, n: int, recent: int) -> mx.array:
-        columns = mx.broadcast_to(mx.arange(self.capacity(state)), (offset.shape[0], self.capacity(state)))
+    def _positions(self, state: KIVIState, recent: int) -> mx.array:
+        """Positions of the coded columns, then of `recent` exact ones."""
+        columns = mx.arange(self.capacity(state))
         coded = mx.where(columns < state.coded[:, None], columns, -1)
         exact = state.coded[:, None] + mx.arange(recent)
-        return causal(mx.concatenate([coded, exact], axis=-1)[:, None], query_positions(offset, n))
+        return mx.concatenate([coded, exact], axis=-1)[:, None]
 
 
 def kivi(**options: Any) -> Transform:

@@ -1,0 +1,88 @@
+"""The state of a cache as arrays alone: a description as UTF-8 JSON bytes, then the leaves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import mlx.core as mx
+
+from vq_adapters.batching import blank
+from vq_functional.core.describe import describe, restore
+from vq_functional.core.errors import QuantizerConfigError, check
+from vq_functional.core.spec import Layout
+from vq_functional.core.transform import Fill, Transform
+from vq_functional.core.tree import flatten, rebuild
+
+if TYPE_CHECKING:
+    from vq_adapters.cache import TransformKVCache
+
+VERSION = 1
+DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+
+
+def pack(cache: TransformKVCache) -> tuple[mx.array, ...]:
+    """Description and leaves; never empty, since mlx_lm drops a layer without arrays."""
+    return (to_bytes(header(cache)), *flatten(cache._state)[0])
+
+
+def header(cache: TransformKVCache) -> dict[str, Any]:
+    """Everything about a cache that is no array."""
+    return {
+        "version": VERSION,
+        "transform": describe(cache.transform),
+        "max_tokens": cache.max_tokens,
+        "query_heads": cache.query_heads,
+        "batched": cache._batched,
+        "remaining": cache._remaining,
+        "padding": cache._padding,
+        "fills": [list(attrs.astuple(fill)) for fill in cache._fills],
+        "layout": None if cache._state is None else _layout_of(cache),
+        "capacity": None if cache._state is None else cache.transform.capacity(cache._state),
+    }
+
+
+def unpack(cache: TransformKVCache, arrays: Sequence[mx.array]) -> None:
+    """Make `cache` what `pack` saw; raises QuantizerConfigError and leaves it as it was for anything else."""
+    data = from_bytes(arrays)
+    transform = restore(data["transform"])
+    fills = [Fill(*numbers) for numbers in data["fills"]]
+    state = None if data["layout"] is None else _rebuilt(transform, data, arrays[1:])
+    cache._reset(transform, data["max_tokens"], data["query_heads"])
+    cache._state, cache._fills, cache._batched = state, fills, data["batched"]
+    cache._remaining, cache._padding = data["remaining"], data["padding"]
+
+
+def to_bytes(data: dict[str, Any]) -> mx.array:
+    """JSON as uint8."""
+    return mx.array(list(json.dumps(data).encode()), mx.uint8)
+
+
+def from_bytes(arrays: Sequence[mx.array]) -> dict[str, Any]:
+    """The description; raises QuantizerConfigError where it is none of ours."""
+    try:
+        data = json.loads(bytes(arrays[0].tolist()))  # type: ignore[arg-type]
+        version = data["version"]
+    except (IndexError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise QuantizerConfigError(f"state: `state` must begin with a description; got {error}") from error
+    check(version == VERSION, "state", "version", f"must be {VERSION}", version)
+    return data
+
+
+def _layout_of(cache: TransformKVCache) -> dict[str, Any]:
+    layout = attrs.asdict(cache._state.layout)
+    return {**layout, "dtype": str(layout["dtype"]).removeprefix("mlx.core.")}
+
+
+def _rebuilt(transform: Transform, data: dict[str, Any], leaves: Sequence[mx.array]) -> Any:
+    """A state of the described shape with these leaves; a lazy blank one tells what they must be."""
+    layout = Layout(**{**data["layout"], "dtype": DTYPES[data["layout"]["dtype"]]})
+    like = blank(transform, layout, len(data["fills"]), data["capacity"])
+    wanted, structure = flatten(like)
+    check(len(leaves) == len(wanted), "state", "state", f"must hold {len(wanted)} arrays", len(leaves))
+    for want, got in zip(wanted, leaves, strict=True):
+        same = want.shape == got.shape and want.dtype == got.dtype
+        check(same, "state", "state", f"must hold {want.dtype} {want.shape}", (got.dtype, got.shape))
+    return rebuild(structure, leaves)

@@ -1,0 +1,35 @@
+"""The compiled steps of a transform, shared by all layers that use it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from vq_functional.core.jit import jit
+from vq_functional.core.transform import Transform
+
+
+@attrs.frozen(eq=False)
+class Steps:
+    """One-token steps; calls of several tokens run eagerly, since prompts have any length."""
+
+    write: Callable[..., Any]
+    settle: Callable[..., Any]
+    settle_by_keys: Callable[..., Any]
+    attend: Callable[[float], Callable[..., Any]]
+
+
+@functools.lru_cache(maxsize=1024)
+def steps(transform: Transform) -> Steps:
+    """Compiled write, settle and attend of a transform."""
+
+    def settle_by_keys(held: Any, keys: mx.array) -> Any:
+        return transform.settle(held, keys, proxy=True)
+
+    @functools.lru_cache(maxsize=16)
+    def attend(scale: float) -> Callable[..., Any]:
+        return jit(lambda held, queries: transform.attend(held, queries, scale))
+
+    return Steps(jit(transform.write), jit(transform.settle), jit(settle_by_keys), attend)

@@ -1,0 +1,50 @@
+"""Transforms as plain data and back: what a saved cache says about itself. No pickle, no code from files."""
+
+from typing import Any
+
+import attrs
+
+from vq_functional.core.codec import Codec
+from vq_functional.core.errors import check
+from vq_functional.core.policy import Policy
+from vq_functional.core.transform import Transform
+
+_BASES = (Transform, Policy, Codec)
+
+
+def describe(part: Any) -> Any:
+    """Numbers, strings, lists and dicts that name a transform, its parts and all options."""
+    if attrs.has(type(part)):
+        fields = {field.name: describe(getattr(part, field.name)) for field in attrs.fields(type(part))}
+        return {"kind": type(part).__name__, **fields}
+    if isinstance(part, tuple):
+        return [describe(item) for item in part]
+    return part
+
+
+def restore(data: Any) -> Any:
+    """Inverse of `describe`; raises QuantizerConfigError for a kind that isn't loaded."""
+    if isinstance(data, list):
+        return tuple(restore(item) for item in data)
+    if not isinstance(data, dict):
+        return data
+    fields = {name: restore(value) for name, value in data.items() if name != "kind"}
+    kinds = _kinds()
+    check(data.get("kind") in kinds, "restore", "kind", "must name a known part", data.get("kind"))
+    return kinds[data["kind"]](**fields)
+
+
+def _kinds() -> dict[str, type]:
+    found: dict[str, type] = {}
+    todo: list[type] = list(_BASES)
+    while todo:
+        kind = todo.pop()
+        todo += kind.__subclasses__()
+        found[kind.__name__] = kind
+    return {name: kind for name, kind in found.items() if attrs.has(kind)} | _options()
+
+
+def _options() -> dict[str, type]:
+    from vq_functional.methods import TABLE
+
+    return {method.options.__name__: method.options for method in TABLE}
