@@ -1,4 +1,4 @@
-"""Batches of TransformKVCache: every array of a state has the batch on axis 0, so rows are joined and picked as they are."""
+"""Batches of TransformKVCache: every array of a state has the batch on axis 0, so rows join and part as they are."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def extend(cache: TransformKVCache, other: TransformKVCache) -> None:
 
 def select(cache: TransformKVCache, keep: Iterable[int] | mx.array) -> None:
     """Keep some batch rows, in place."""
-    rows = [int(row) for row in (keep.tolist() if isinstance(keep, mx.array) else keep)]
+    listed: Any = keep.tolist() if isinstance(keep, mx.array) else keep
+    rows = [int(row) for row in listed]
     state, index = cache._settled_state(), mx.array(rows, mx.int32)
     if state is not None:
         cache._state = map_leaves(lambda leaf: leaf[index], state)
@@ -79,7 +80,7 @@ def _joined(transform: Transform, states: list[tuple[Any, int]]) -> Any:
         check(state.layout == layout, "merge", "caches", f"must be of one layout {layout}", state.layout)
     grown = [blank(transform, layout, rows, capacity) if state is None else state for state, rows in states]
     grown = [transform.grow(state, capacity) for state in grown]
-    return map_leaves(lambda *leaves: mx.concatenate(leaves, axis=0), *grown)
+    return map_leaves(lambda *leaves: mx.concatenate(list(leaves), axis=0), *grown)
 
 
 def blank(transform: Transform, layout: Layout, rows: int, capacity: int) -> Any:

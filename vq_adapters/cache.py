@@ -87,7 +87,7 @@ class TransformKVCache:
 
         Settles the call by the real queries.
         """
-        first = keys.call is self._call  # type: ignore[attr-defined]
+        first = keys.call is self._call
         self._call = None
         if first and sinks is None and queries.shape[2] <= FEW and self.transform.coded:
             out = self._attend_codes(queries, scale, mask)
@@ -256,8 +256,8 @@ class TransformKVCache:
         self._unsettled = None
         compiled = steps(self.transform)
         if keys.shape[2] > 1 or lengths is not None:
-            proxy = queries is None
-            self._state = self.transform.settle(self._state, keys if proxy else queries, lengths, proxy=proxy)
+            asked = keys if queries is None else queries
+            self._state = self.transform.settle(self._state, asked, lengths, proxy=queries is None)
         elif queries is None:
             self._state = compiled.settle_by_keys(self._state, keys)
         else:
@@ -306,7 +306,8 @@ class TransformKVCache:
             self._reserve(n)
             return
         self._fills = batching.spread(self._fills, keys.shape[0])
-        self._state = self._blank(*keys.shape[:2], keys.shape[3], values.shape[3], keys.dtype, n)
+        batch, heads, _, key_dim = keys.shape
+        self._state = self._blank(batch, heads, key_dim, values.shape[3], keys.dtype, n)
 
     def _blank(self, batch: int, heads: int, key_dim: int, value_dim: int, dtype: mx.Dtype, n: int) -> Any:
         spec = KVSpec(
@@ -335,7 +336,7 @@ class TransformKVCache:
         return mask if heads == 1 or self.query_heads is None else mx.repeat(mask, self.query_heads // heads, axis=1)
 
     def _counts(self, n: int) -> tuple[list[int], mx.array | None]:
-        """Tokens of a call of `n` that are no padding, by batch row; and as an array where right padding is announced."""
+        """Tokens of a call of `n` that are no padding, by batch row; as an array too where right padding is announced."""
         if self._padding is not None:
             return [n - min(pad, n) for pad in self._padding], None
         if self._remaining is None:

@@ -83,7 +83,7 @@ def _patch_instances(model: nn.Module) -> list[Undo]:
 
 
 @functools.lru_cache(maxsize=256)
-def _hooked_class(kind: type, methods: tuple[tuple[str, Any], ...]) -> type:
+def _hooked_class(kind: Any, methods: tuple[tuple[str, Any], ...]) -> type:
     return type(kind.__name__, (kind,), {name: _with_hook(method) for name, method in methods})
 
 

@@ -1,7 +1,6 @@
 """The one table of methods."""
 
 from collections.abc import Callable
-from typing import Any
 
 import attrs
 
@@ -39,20 +38,16 @@ def _row(name: str, options: type, build: Callable[..., Transform], paper: str, 
     return Method(name, options, build, paper, frozenset(traits.split()))
 
 
+_CODES = "packs chunk_invariant attends_codes"
+
 TABLE = (
     _row("streaming_llm", StreamingLLMOptions, streaming_llm, "2309.17453", "evicts chunk_invariant"),
     _row("h2o", H2OOptions, h2o, "2306.14048", "evicts uses_queries"),
     _row("snapkv", SnapKVOptions, snapkv, "2404.14469", "evicts uses_queries"),
-    _row("kivi", KIVIOptions, kivi, "2402.02750", "packs chunk_invariant attends_codes"),
-    _row(
-        "turboquant_mse",
-        TurboQuantMSEOptions,
-        turboquant_mse,
-        "2504.19874",
-        "packs chunk_invariant attends_codes vectors",
-    ),
-    _row("turboquant_rvq", TurboQuantRVQOptions, turboquant_rvq, "2504.19874", "packs chunk_invariant attends_codes"),
-    _row("qjl", QJLOptions, qjl, "2406.03482", "packs chunk_invariant attends_codes vectors"),
+    _row("kivi", KIVIOptions, kivi, "2402.02750", _CODES),
+    _row("turboquant_mse", TurboQuantMSEOptions, turboquant_mse, "2504.19874", f"{_CODES} vectors"),
+    _row("turboquant_rvq", TurboQuantRVQOptions, turboquant_rvq, "2504.19874", _CODES),
+    _row("qjl", QJLOptions, qjl, "2406.03482", f"{_CODES} vectors"),
 )
 
 METHODS = {method.name: method for method in TABLE}

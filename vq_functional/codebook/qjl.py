@@ -19,7 +19,7 @@ from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.ops.rotations import random_orthogonal
 from vq_functional.ops.signs import pack_signs, sign_matmul, signs
-from vq_functional.ops.vectors import norm, to_dtype
+from vq_functional.ops.vectors import norm, scaled
 from vq_functional.quantize.int8 import int8_codec
 
 
@@ -76,7 +76,7 @@ class QJLCoder(Coder):
 
     def decode(self, rows: Rows) -> mx.array:
         plane, length = rows
-        return to_dtype(signs(plane, self.size) @ self.matrix * self._weight(length)[..., None], self.dtype)
+        return scaled(signs(plane, self.size) @ self.matrix, self._weight(length), self.dtype)
 
     def dot(self, queries: mx.array, rows: Rows) -> mx.array:
         plane, length = rows

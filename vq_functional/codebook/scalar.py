@@ -1,21 +1,32 @@
 """Codes of one scalar codebook for every coordinate of a vector."""
 
+import functools
+from collections.abc import Callable
+
 import attrs
 import mlx.core as mx
 
 from vq_functional.ops.codebooks import boundaries, nearest
-from vq_functional.ops.packing import lookup, pack, words
-from vq_functional.ops.signs import GROUP, pack_signs, sign_matmul, signs
+from vq_functional.ops.levels import POLYNOMIAL_BITS, levels_at, polynomial
+from vq_functional.ops.packing import cut, pack_slices
+from vq_functional.ops.signs import GROUP, one_bit_kernels, pack_signs, sign_matmul, split_signs
 
 
 class ScalarCodes:
     """Packed codes [..., C, width] of float32 numbers [..., C, dim]."""
 
+    levels: mx.array  # float32 [2**bits], symmetric, rising
+    bits: int
     dim: int
 
-    def encode(self, y: mx.array) -> mx.array:
-        """Codes of the nearest levels."""
-        raise TypeError(f"{type(self).__name__} does not encode")
+    def encode(self, y: mx.array) -> tuple[mx.array, mx.array]:
+        """Codes of the nearest levels, and these levels."""
+        index = nearest(y, boundaries(self.levels))
+        return self.pack(index), self.levels[index]
+
+    def pack(self, index: mx.array) -> mx.array:
+        """Codes of the level indices [..., dim]."""
+        raise TypeError(f"{type(self).__name__} does not pack")
 
     def decode(self, codes: mx.array) -> mx.array:
         """The levels, float32 [..., C, dim]."""
@@ -32,17 +43,22 @@ class ScalarCodes:
 
 @attrs.frozen(eq=False)
 class LevelCodes(ScalarCodes):
-    """Indices into `levels` [2**bits] as a bit stream."""
+    """Level indices as `pack_slices` packs them."""
 
     levels: mx.array
     bits: int
     dim: int
+    coefficients: mx.array | None = attrs.field(init=False)
 
-    def encode(self, y: mx.array) -> mx.array:
-        return pack(nearest(y, boundaries(self.levels)), self.bits)
+    def __attrs_post_init__(self) -> None:
+        few = self.bits <= POLYNOMIAL_BITS
+        object.__setattr__(self, "coefficients", polynomial(self.levels) if few else None)
+
+    def pack(self, index: mx.array) -> mx.array:
+        return pack_slices(index, self.bits)
 
     def decode(self, codes: mx.array) -> mx.array:
-        return lookup(codes, self.levels, self.bits, self.dim)
+        return levels_at(codes, self.levels, self.coefficients, self.bits, self.dim)
 
 
 @attrs.frozen(eq=False)
@@ -56,39 +72,47 @@ class PlaneCodes(ScalarCodes):
     levels: mx.array
     bits: int
     dim: int
-    weights: tuple[float, ...] = attrs.field(init=False)
+    weights: mx.array = attrs.field(init=False)  # float32 [bits]
 
     def __attrs_post_init__(self) -> None:
-        top = self.levels[2 ** (self.bits - 1) :].tolist()
-        both = ((top[0] + top[-1]) / 2, (top[-1] - top[0]) / 2)
-        object.__setattr__(self, "weights", both[: self.bits])
+        inner, outer = self.levels[2 ** (self.bits - 1)], self.levels[-1]
+        weights = mx.stack([(inner + outer) / 2, (outer - inner) / 2])[: self.bits]
+        mx.eval(weights)
+        object.__setattr__(self, "weights", weights)
 
-    def encode(self, y: mx.array) -> mx.array:
-        positive = y > 0
-        planes = [pack_signs(positive)]
-        if self.bits == 2:
-            outer = mx.abs(y) > (self.levels[2] + self.levels[3]) * 0.5
-            planes.append(pack_signs(positive == outer))
-        return mx.concatenate(planes, axis=-1)
+    def pack(self, index: mx.array) -> mx.array:
+        positive = index >= 2 ** (self.bits - 1)
+        if self.bits == 1:
+            return pack_signs(positive)
+        outer = (index == 0) | (index == 3)
+        return mx.concatenate([pack_signs(positive), pack_signs(positive == outer)], axis=-1)
 
     def decode(self, codes: mx.array) -> mx.array:
-        planes = [weight * signs(plane, self.dim) for weight, plane in self._planes(codes)]
-        return planes[0] if len(planes) == 1 else planes[0] + planes[1]
+        return _weighted_signs(self.dim)(self._planes(codes), self.weights)
 
     def dot(self, x: mx.array, codes: mx.array) -> mx.array:
-        return self._product(x, codes, transpose=True)
+        return self._products(x, codes, transpose=True) if one_bit_kernels() else super().dot(x, codes)
 
     def mix(self, weights: mx.array, codes: mx.array) -> mx.array:
-        return self._product(weights, codes, transpose=False)
+        return self._products(weights, codes, transpose=False) if one_bit_kernels() else super().mix(weights, codes)
 
-    def _product(self, x: mx.array, codes: mx.array, transpose: bool) -> mx.array:
-        sums = [weight * sign_matmul(x, plane, self.dim, transpose) for weight, plane in self._planes(codes)]
-        return sums[0] if len(sums) == 1 else sums[0] + sums[1]
+    def _products(self, x: mx.array, codes: mx.array, transpose: bool) -> mx.array:
+        products = [sign_matmul(x, plane, self.dim, transpose) for plane in self._planes(codes)]
+        return functools.reduce(mx.add, [a * y for a, y in zip(self.weights, products)])
 
-    def _planes(self, codes: mx.array) -> list[tuple[float, mx.array]]:
-        width = words(self.dim, 1)
-        starts = range(0, codes.shape[-1], width)
-        return [(w, codes[..., i : i + width]) for w, i in zip(self.weights, starts, strict=True)]
+    def _planes(self, codes: mx.array) -> list[mx.array]:
+        width = codes.shape[-1] // self.bits
+        return [codes[..., i * width : (i + 1) * width] for i in range(self.bits)]
+
+
+@functools.lru_cache(maxsize=64)
+def _weighted_signs(dim: int) -> Callable[[list[mx.array], mx.array], mx.array]:
+    """Sum of weights times signs, in one fused pass over the planes."""
+
+    def weighted(planes: list[mx.array], weights: mx.array) -> mx.array:
+        return cut(functools.reduce(mx.add, [weights[i] * split_signs(plane) for i, plane in enumerate(planes)]), dim)
+
+    return mx.compile(weighted)
 
 
 def scalar_codes(levels: mx.array, bits: int, dim: int) -> ScalarCodes:

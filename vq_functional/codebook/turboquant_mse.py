@@ -1,4 +1,4 @@
-"""TurboQuant (MSE): unit direction, random rotation, one scalar codebook for all coordinates (arXiv 2504.19874, algorithm 1).
+"""TurboQuant (MSE): unit direction, random rotation, one scalar codebook (arXiv 2504.19874, algorithm 1).
 
 Keys by `turboquant_mse_codec`, values in 8 bits a number with one scale a
 token. Differs from the paper: the rotation is a randomized Hadamard transform
@@ -18,16 +18,21 @@ from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.ops.codebooks import sphere_codebook
 from vq_functional.ops.rotations import Rotation, random_rotation
-from vq_functional.ops.vectors import TINY, norm, to_dtype
+from vq_functional.ops.vectors import TINY, norm, scaled
 from vq_functional.quantize.int8 import int8_codec
 
 
 @attrs.frozen(kw_only=True)
 class TurboQuantMSEOptions:
-    """`bits` a coordinate of the keys; `seed` of the rotation."""
+    """`bits` a coordinate of the keys; `seed` of the rotation.
+
+    `unbiased` stores |x| / <u, u^> in place of |x|, so that products with the
+    decoded row have no shrinkage, for the same bytes.
+    """
 
     bits: int = 2
     seed: int = 42
+    unbiased: bool = False
 
     def __attrs_post_init__(self) -> None:
         check_int("turboquant_mse", "bits", self.bits, 1, 8)
@@ -40,12 +45,13 @@ class TurboQuantMSECodec(Codec):
 
     bits: int
     seed: int
+    unbiased: bool
     name = "turboquant_mse"
 
     def bind(self, dim: int, dtype: mx.Dtype) -> Coder:
         check(dim >= 2, self.name, "head_dim", "must be at least 2", dim)
         codes = scalar_codes(sphere_codebook(dim, self.bits), self.bits, dim)
-        return RotatedCoder(dim, dtype, random_rotation(dim, self.seed), (codes,))
+        return RotatedCoder(dim, dtype, random_rotation(dim, self.seed), (codes,), self.unbiased)
 
 
 @attrs.frozen(eq=False)
@@ -56,21 +62,25 @@ class RotatedCoder(Coder):
     dtype: mx.Dtype
     rotation: Rotation
     stages: tuple[ScalarCodes, ...]
+    unbiased: bool
 
     def encode(self, x: mx.array) -> Rows:
         x = x.astype(mx.float32)
         length = norm(x)
         rest = self.rotation.apply(x / mx.maximum(length, TINY))
-        coded = []
+        direction, coded = rest, list[mx.array]()
         for stage in self.stages:
-            coded.append(stage.encode(rest))
-            rest = rest - stage.decode(coded[-1])
+            codes, levels = stage.encode(rest)
+            coded, rest = [*coded, codes], rest - levels
+        if self.unbiased:
+            kept = (direction * (direction - rest)).sum(axis=-1, keepdims=True)
+            length = length / mx.maximum(kept, 0.1)
         return (*coded, length[..., 0].astype(mx.bfloat16))
 
     def decode(self, rows: Rows) -> mx.array:
         *coded, length = rows
         levels = self._sum([stage.decode(codes) for stage, codes in zip(self.stages, coded, strict=True)])
-        return to_dtype(self.rotation.undo(levels) * length.astype(mx.float32)[..., None], self.dtype)
+        return scaled(self.rotation.undo(levels), length, self.dtype)
 
     def dot(self, queries: mx.array, rows: Rows) -> mx.array:
         *coded, length = rows
@@ -92,13 +102,12 @@ class RotatedCoder(Coder):
         return total
 
 
-def turboquant_mse_codec(*, bits: int = 2, seed: int = 42) -> TurboQuantMSECodec:
+def turboquant_mse_codec(**options: Any) -> TurboQuantMSECodec:
     """Codec for keys or values; options as in TurboQuantMSEOptions."""
-    o = TurboQuantMSEOptions(bits=bits, seed=seed)
-    return TurboQuantMSECodec(o.bits, o.seed)
+    o = TurboQuantMSEOptions(**options)
+    return TurboQuantMSECodec(o.bits, o.seed, o.unbiased)
 
 
 def turboquant_mse(**options: Any) -> Transform:
     """Keys as rotated scalar codes, values in 8 bits; keeps every token."""
-    o = TurboQuantMSEOptions(**options)
-    return rows(key=turboquant_mse_codec(bits=o.bits, seed=o.seed), value=int8_codec(), name="turboquant_mse")
+    return rows(key=turboquant_mse_codec(**options), value=int8_codec(), name="turboquant_mse")

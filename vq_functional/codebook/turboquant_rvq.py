@@ -24,12 +24,16 @@ from vq_functional.quantize.int8 import int8_codec
 
 @attrs.frozen(kw_only=True)
 class TurboQuantRVQOptions:
-    """`bits` a coordinate in each of two stages; `value_bits` None (exact) or 8."""
+    """`bits` a coordinate in each of two stages; `value_bits` None (exact) or 8.
+
+    `unbiased` as in TurboQuantMSEOptions.
+    """
 
     bits: int = 2
     seed: int = 42
     value_bits: int | None = None
     residual: str = "fitted"
+    unbiased: bool = True
 
     def __attrs_post_init__(self) -> None:
         check_int("turboquant_rvq", "bits", self.bits, 1, 8)
@@ -45,6 +49,7 @@ class TurboQuantRVQCodec(Codec):
     bits: int
     seed: int
     residual: str
+    unbiased: bool
     name = "turboquant_rvq"
 
     def bind(self, dim: int, dtype: mx.Dtype) -> Coder:
@@ -52,17 +57,17 @@ class TurboQuantRVQCodec(Codec):
         second = residual_codebook if self.residual == "fitted" else laplace_codebook
         levels = (sphere_codebook(dim, self.bits), second(dim, self.bits))
         stages = tuple(scalar_codes(table, self.bits, dim) for table in levels)
-        return RotatedCoder(dim, dtype, random_rotation(dim, self.seed), stages)
+        return RotatedCoder(dim, dtype, random_rotation(dim, self.seed), stages, self.unbiased)
 
 
-def turboquant_rvq_codec(*, bits: int = 2, seed: int = 42, residual: str = "fitted") -> TurboQuantRVQCodec:
-    """Codec for keys or values; options as in TurboQuantRVQOptions."""
-    o = TurboQuantRVQOptions(bits=bits, seed=seed, residual=residual)
-    return TurboQuantRVQCodec(o.bits, o.seed, o.residual)
+def turboquant_rvq_codec(**options: Any) -> TurboQuantRVQCodec:
+    """Codec for keys or values; options as in TurboQuantRVQOptions, `value_bits` aside."""
+    o = TurboQuantRVQOptions(**options)
+    return TurboQuantRVQCodec(o.bits, o.seed, o.residual, o.unbiased)
 
 
 def turboquant_rvq(**options: Any) -> Transform:
     """Keys in two passes of rotated scalar codes; keeps every token."""
     o = TurboQuantRVQOptions(**options)
-    key = turboquant_rvq_codec(bits=o.bits, seed=o.seed, residual=o.residual)
+    key = turboquant_rvq_codec(**options)
     return rows(key=key, value=int8_codec() if o.value_bits else None, name="turboquant_rvq")

@@ -1,7 +1,5 @@
 """RowStore: one codec for keys, one for values, every row kept; a transform of its own and the bed of all policies."""
 
-from typing import Any
-
 import attrs
 import mlx.core as mx
 

@@ -138,8 +138,8 @@ class Transform:
         keys_out, values_out = self.read(held)
         if full is not None:
             keys_out, values_out = (mx.where(full[:, None, None, None], mx.nan, x) for x in (keys_out, values_out))
-        proxy = queries is None
-        return self.settle(held, keys if proxy else queries, proxy=proxy), keys_out, values_out
+        settled = self.settle(held, keys if queries is None else queries, proxy=queries is None)
+        return settled, keys_out, values_out
 
     def read(self, held: Any, fill: Fill | None = None) -> tuple[mx.array, mx.array]:
         """Keys and values [B, H, C, D] of all columns, or of those that hold rows."""
@@ -168,10 +168,10 @@ class Transform:
         same = values.ndim == 4 and values.shape[:3] == keys.shape[:3]
         check(same, self.name, "values", f"must be {[*keys.shape[:3], 'Dv']}", values.shape)
         check(keys.dtype in FLOATS, self.name, "keys", "must be float16, bfloat16 or float32", keys.dtype)
-        for field, x, dim in (("keys", keys, "key_dim"), ("values", values, "value_dim")) if layout else ():
-            wanted = (layout.kv_heads, getattr(layout, dim), layout.dtype)  # type: ignore[union-attr]
-            came = (x.shape[1], x.shape[3], x.dtype)
-            check(came == wanted, self.name, field, "must be (heads, size, dtype) %s, %s, %s" % wanted, came)
+        if layout is not None:
+            for field, x, dim in (("keys", keys, layout.key_dim), ("values", values, layout.value_dim)):
+                came, wanted = (x.shape[1], x.shape[3], x.dtype), (layout.kv_heads, dim, layout.dtype)
+                check(came == wanted, self.name, field, f"must have heads, size and dtype {wanted}", came)
         if queries is not None:
             fits = queries.ndim == 4 and queries.shape[2] == keys.shape[2] and queries.shape[1] % keys.shape[1] == 0
             check(fits, self.name, "queries", f"must be [B, multiple of {keys.shape[1]}, S, D]", queries.shape)

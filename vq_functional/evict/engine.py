@@ -190,5 +190,5 @@ def _resized(state: SlotState, slots: int) -> SlotState:
     """The state with empty slots added at the end."""
     rows, memory = map_leaves(lambda x: extend_rows(x, slots), (state.rows, state.memory))
     missing = slots - state.position.shape[2]
-    position = mx.pad(state.position, ((0, 0), (0, 0), (0, missing)), constant_values=-1)
+    position = mx.pad(state.position, [(0, 0), (0, 0), (0, missing)], constant_values=-1)
     return SlotState(rows, position, memory, state.offset, state.layout, state.new)

@@ -5,14 +5,13 @@ and `n_sink` the first ones; a call of several tokens selects once, at its end.
 Without real queries the keys stand in: each key attends to the rows before it.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import mlx.core as mx
 
 from vq_functional.core.errors import check
-from vq_functional.core.policy import Policy, Scene, check_policy, to_spans
+from vq_functional.core.policy import Policy, Scene, Spans, check_policy, to_spans
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.evict.chain import chain
@@ -33,7 +32,7 @@ class H2OOptions:
     grace: int = 16
     decay: float = 0.98
     rope_base: float = 10000.0
-    protect: Sequence[Sequence[int]] = attrs.field(default=(), converter=to_spans)
+    protect: Spans = attrs.field(default=(), converter=to_spans)
 
     def __attrs_post_init__(self) -> None:
         check_policy("h2o", self.budget, self.n_sink, self.grace, self.protect, "grace")

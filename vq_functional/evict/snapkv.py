@@ -10,7 +10,6 @@ KV head vote together; when a call is shorter than the window, the votes of
 earlier calls fill the rest of it.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -18,7 +17,7 @@ import mlx.core as mx
 
 from vq_functional.core.codec import PlainCodec
 from vq_functional.core.errors import check, check_choice, check_int
-from vq_functional.core.policy import Policy, Scene, check_policy, to_spans
+from vq_functional.core.policy import Policy, Scene, Spans, check_policy, to_spans
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.evict.chain import chain
@@ -43,7 +42,7 @@ class SnapKVOptions:
     backend: str = "auto"
     pool_kernel: int | None = None
     force_window: bool | None = None
-    protect: Sequence[Sequence[int]] = attrs.field(default=(), converter=to_spans)
+    protect: Spans = attrs.field(default=(), converter=to_spans)
 
     def __attrs_post_init__(self) -> None:
         check_int("snapkv", "obs_window", self.obs_window, 1)
@@ -114,7 +113,7 @@ def _pooled(votes: mx.array, position: mx.array, kernel: int) -> mx.array:
     order = mx.argsort(mx.where(position < 0, BIG, position), axis=-1)
     ranked = mx.take_along_axis(mx.where(position < 0, 0, votes), order, axis=-1)
     reach = kernel // 2
-    padded = mx.pad(ranked, ((0, 0), (0, 0), (reach, reach)))
+    padded = mx.pad(ranked, [(0, 0), (0, 0), (reach, reach)])
     total = padded[..., : ranked.shape[-1]]
     for shift in range(1, kernel):
         total = total + padded[..., shift : shift + ranked.shape[-1]]

@@ -5,14 +5,13 @@ paper numbers them anew inside the cache. A call of several tokens attends to
 all of them before the window closes.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import mlx.core as mx
 
 from vq_functional.core.errors import check, check_int
-from vq_functional.core.policy import Policy, Scene, to_spans
+from vq_functional.core.policy import Policy, Scene, Spans, to_spans
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.evict.chain import chain
@@ -24,7 +23,7 @@ class StreamingLLMOptions:
 
     n_sink: int = 4
     window_size: int = 512
-    protect: Sequence[Sequence[int]] = attrs.field(default=(), converter=to_spans)
+    protect: Spans = attrs.field(default=(), converter=to_spans)
 
     def __attrs_post_init__(self) -> None:
         check_int("streaming_llm", "n_sink", self.n_sink, 0)

@@ -4,7 +4,7 @@ import functools
 
 import mlx.core as mx
 
-from vq_functional.ops.packing import lookup, pack
+from vq_functional.ops.packing import cut, pack, split_words
 
 GROUP = 32
 
@@ -16,7 +16,12 @@ def pack_signs(positive: mx.array) -> mx.array:
 
 def signs(plane: mx.array, dim: int) -> mx.array:
     """Float32 +1 and -1 [..., dim]."""
-    return lookup(plane, mx.array([-1.0, 1.0]), 1, dim)
+    return cut(split_signs(plane), dim)
+
+
+def split_signs(plane: mx.array) -> mx.array:
+    """Float32 +1 and -1 [..., words, 32]."""
+    return split_words(plane, 1).astype(mx.float32) * 2 - 1
 
 
 def sign_matmul(x: mx.array, plane: mx.array, dim: int, transpose: bool) -> mx.array:
@@ -29,7 +34,7 @@ def sign_matmul(x: mx.array, plane: mx.array, dim: int, transpose: bool) -> mx.a
 
 
 def one_bit_kernels() -> bool:
-    """Whether products with one-bit codes are right and fast here: on a CPU byte lookups are faster."""
+    """Whether products with one-bit codes are right and fast here: a CPU is faster with a dense product."""
     return mx.default_device().type == mx.DeviceType.gpu and one_bit_matmul(mx.DeviceType.gpu)
 
 

@@ -1,5 +1,8 @@
 """Small arithmetic on the last axis."""
 
+import functools
+from collections.abc import Callable
+
 import mlx.core as mx
 
 TINY = 1e-30
@@ -11,7 +14,12 @@ def norm(x: mx.array) -> mx.array:
     return largest * mx.linalg.norm(x / largest, axis=-1, keepdims=True)
 
 
-def to_dtype(x: mx.array, dtype: mx.Dtype) -> mx.array:
-    """`x` in `dtype`, clipped to its range."""
+def scaled(x: mx.array, lengths: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Float32 `x` [..., D] times `lengths` [...], clipped to the range of `dtype`."""
+    return _scaled(dtype)(x, lengths[..., None])
+
+
+@functools.lru_cache(maxsize=8)
+def _scaled(dtype: mx.Dtype) -> Callable[[mx.array, mx.array], mx.array]:
     limit = mx.finfo(dtype).max
-    return mx.clip(x, -limit, limit).astype(dtype)
+    return mx.compile(lambda x, lengths: mx.clip(x * lengths.astype(mx.float32), -limit, limit).astype(dtype))

@@ -79,7 +79,7 @@ class ValueGroups(Coder):
         missing = -self.dim % self.group
         if missing:
             x = mx.concatenate([x, mx.repeat(x[..., -1:], missing, axis=-1)], axis=-1)
-        return quantize(x, self.bits, self.group, self.dtype)
+        return _rows(quantize(x, self.bits, self.group, self.dtype))
 
     def decode(self, rows: Rows) -> mx.array:
         return dequantize(Groups(*rows), self.bits, self.group)[..., : self.dim].astype(self.dtype)
@@ -113,12 +113,10 @@ class KIVI(Store, Transform):
         times = columns // self.block
         keys = Groups(*(mx.zeros((batch, layout.kv_heads, *x.shape[2:3], x.shape[3] * times), x.dtype) for x in key))
         values = Groups(*(mx.zeros((batch, layout.kv_heads, columns, x.shape[3]), x.dtype) for x in value))
-        exact = [
-            mx.zeros((batch, layout.kv_heads, self.window, dim), layout.dtype)
-            for dim in (layout.key_dim, layout.value_dim)
-        ]
-        offset = start_offset(batch, left_padding)
-        return KIVIState(keys, values, *exact, mx.zeros((batch,), mx.int32), offset, layout)
+        recent_keys = mx.zeros((batch, layout.kv_heads, self.window, layout.key_dim), layout.dtype)
+        recent_values = mx.zeros((batch, layout.kv_heads, self.window, layout.value_dim), layout.dtype)
+        coded, offset = mx.zeros((batch,), mx.int32), start_offset(batch, left_padding)
+        return KIVIState(keys, values, recent_keys, recent_values, coded, offset, layout)
 
     def write(self, state: KIVIState, keys: mx.array, values: mx.array, lengths: mx.array | None = None) -> KIVIState:
         n = keys.shape[2]
@@ -138,30 +136,30 @@ class KIVI(Store, Transform):
     ) -> KIVIState:
         o, count = self.options, self._packed_at_once(queries.shape[2])
         coded = mx.maximum(held.coded, self._frontier(held.offset))
-        recent = [extend_rows(x, self.window + count) for x in (held.recent_keys, held.recent_values)]
-        new_keys = quantize(recent[0][:, :, :count].swapaxes(-1, -2), o.bits, o.group_size, held.layout.dtype)
-        new_values = self._value_coder(held.layout).encode(recent[1][:, :, :count])
+        wide_keys, wide_values = (extend_rows(x, self.window + count) for x in (held.recent_keys, held.recent_values))
+        new_keys = quantize(wide_keys[:, :, :count].swapaxes(-1, -2), o.bits, o.group_size, held.layout.dtype)
+        new_values = self._value_coder(held.layout).encode(wide_values[:, :, :count])
         starts = self._key_starts(held.coded)
         keys = Groups(*(write_rows(x, y, at, axis=3) for x, y, at in zip(held.keys, new_keys, starts, strict=True)))
         values = Groups(*(write_rows(x, y, held.coded) for x, y in zip(held.values, new_values, strict=True)))
-        recent = [read_rows(x, coded - held.coded, self.window) for x in recent]
-        return KIVIState(keys, values, *recent, coded, held.offset, held.layout)
+        recent_keys, recent_values = (read_rows(x, coded - held.coded, self.window) for x in (wide_keys, wide_values))
+        return KIVIState(keys, values, recent_keys, recent_values, coded, held.offset, held.layout)
 
     def parts(self, held: KIVIState, fill: Fill | None = None) -> tuple[Parts, Parts]:
         o, layout = self.options, held.layout
-        keys, values, recent = held.keys, held.values, (held.recent_keys, held.recent_values)
+        keys, values, exact = held.keys, held.values, [held.recent_keys, held.recent_values]
         if fill is not None:
             keys = Groups(*(x[..., :end] for x, end in zip(keys, self._key_sizes(fill.coded), strict=True)))
             values = Groups(*(x[:, :, : fill.coded] for x in values))
-            recent = tuple(x[:, :, : fill.rows - fill.coded] for x in recent)
+            exact = [x[:, :, : fill.rows - fill.coded] for x in exact]
         columns = values.codes.shape[2]
         key_coder = KeyGroups(layout.key_dim, layout.dtype, o.bits, o.group_size)
         plain = [bind(PlainCodec(), dim, layout.dtype) for dim in (layout.key_dim, layout.value_dim)]
-        exact = [Part(coder, (x,), x.shape[2]) for coder, x in zip(plain, recent, strict=True)]
+        key_part, value_part = (Part(coder, (x,), x.shape[2]) for coder, x in zip(plain, exact, strict=True))
         if columns == 0:
-            return (exact[0],), (exact[1],)
-        coded = Part(key_coder, keys, columns), Part(self._value_coder(layout), values, columns)
-        return (coded[0], exact[0]), (coded[1], exact[1])
+            return (key_part,), (value_part,)
+        coded_values = Part(self._value_coder(layout), _rows(values), columns)
+        return (Part(key_coder, _rows(keys), columns), key_part), (coded_values, value_part)
 
     def positions(self, held: KIVIState) -> mx.array:
         return self._positions(held, held.recent_keys.shape[2])
@@ -247,6 +245,10 @@ class KIVI(Store, Transform):
         coded = mx.where(columns < state.coded[:, None], columns, -1)
         exact = state.coded[:, None] + mx.arange(recent)
         return mx.concatenate([coded, exact], axis=-1)[:, None]
+
+
+def _rows(groups: Groups) -> Rows:
+    return groups.codes, groups.scales, groups.zeros
 
 
 def kivi(**options: Any) -> Transform:

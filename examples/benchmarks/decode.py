@@ -1,0 +1,301 @@
+"""The methods beside mlx_lm's caches on a real model: time, bytes, and how far the logits stray.
+
+    python examples/benchmarks/decode.py --methods "kivi|h2o" --csv decode.csv
+    python examples/benchmarks/decode.py --peak
+
+Every row runs beside a plain 16-bit cache of its own, their one-token steps in
+turn; ratios are to that cache, medians over the steps and then over the repeats.
+"""
+
+import argparse
+import contextlib
+import csv
+import ctypes
+import functools
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from openblas import use_openblas
+
+use_openblas()
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
+
+import vq_functional as vq
+from measuring import (
+    SMOLLM2,
+    Say,
+    agreement,
+    divergence,
+    float16_rows,
+    load_model,
+    machine,
+    plain_bytes,
+    prefill,
+    resident_bytes,
+    step,
+    table_head,
+    table_line,
+    teacher_forced,
+)
+from prose import token_slice
+from vq_adapters import TransformKVCache, attention_hook
+from vq_functional import Transform
+from vq_functional.core.store import RowStore
+
+START = 1000  # of the slice of prose
+PEAK_STEPS, PEAK_WINDOWS = 200, 4
+MIB = 2**20
+
+HOOK_NOTE = "hook: attention reads codes where there are any, and an evicting method sees the real queries."
+
+
+# What is measured
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of the table; `cache` builds that of a layer."""
+
+    name: str
+    cache: Callable[[int], Any]
+    hook: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}, hook" if self.hook else self.name
+
+    def caches(self, model: Any) -> list[Any]:
+        """One fresh cache a layer; keys and values come in as 16 bits."""
+        return float16_rows(self.cache(layer) for layer in range(len(model.layers)))
+
+    def attention(self, model: Any) -> contextlib.AbstractContextManager[Any]:
+        """The hook, for the rows that use it."""
+        return attention_hook(model) if self.hook else contextlib.nullcontext()
+
+
+def entries() -> list[Entry]:
+    """All rows, in order."""
+    quantized = [_quantized(bits, group) for bits in (8, 4) for group in (64, 32)]
+    return [
+        Entry("plain fp16", lambda layer: KVCache()),
+        *quantized,
+        *_transform("kivi 4 bits", lambda layer: vq.kivi(bits=4, group_size=32, residual_length=32), (False, True)),
+        *_transform("kivi 2 bits", lambda layer: vq.kivi(), (False, True)),
+        *_transform("turboquant_rvq", lambda layer: vq.turboquant_rvq(seed=42 + layer), (False, True)),
+        *_transform("rows of 4-bit codes", lambda layer: _codes(4, layer), (False, True)),
+        *_transform("snapkv 128", lambda layer: vq.snapkv(budget=128), (False, True)),
+        *_transform("h2o 128", lambda layer: vq.h2o(budget=128), (False, True)),
+        *_transform("streaming_llm 4+124", lambda layer: vq.streaming_llm(n_sink=4, window_size=124), (False,)),
+        *_transform("h2o 256 over 3-bit codes", lambda layer: _evicted_codes(256, 3, layer), (True,)),
+    ]
+
+
+def _quantized(bits: int, group: int) -> Entry:
+    return Entry(f"mlx_lm {bits} bits, group {group}", lambda layer: QuantizedKVCache(group_size=group, bits=bits))
+
+
+def _transform(name: str, transform: Callable[[int], Transform], hooks: Sequence[bool]) -> list[Entry]:
+    return [Entry(name, lambda layer: TransformKVCache(transform(layer)), hook) for hook in hooks]
+
+
+def _codes(bits: int, layer: int) -> RowStore:
+    """Keys and values as TurboQuant codes, each turned by a rotation of its own."""
+    key = vq.turboquant_mse_codec(bits=bits, seed=42 + layer)
+    return vq.rows(key=key, value=vq.turboquant_mse_codec(bits=bits, seed=1042 + layer))
+
+
+def _evicted_codes(budget: int, bits: int, layer: int) -> Transform:
+    return vq.chain(vq.h2o_policy(budget=budget), _codes(bits, layer))
+
+
+# Scores and times
+
+
+@dataclass(frozen=True)
+class Result:
+    """A line of the CSV file. `decode_ratio` is of medians, `decode_ratio_mean` of means over the steps."""
+
+    method: str
+    hook: bool
+    kl_nats: float
+    top1: float
+    bytes: int
+    bytes_ratio: float
+    decode_ms: float
+    plain_decode_ms: float
+    decode_ratio: float
+    decode_ratio_low: float
+    decode_ratio_high: float
+    decode_ratio_mean: float
+    prefill_seconds: float
+    plain_prefill_seconds: float
+    prefill_ratio: float
+
+
+HEAD = ("method", "hook", "KL, nats", "top-1", "bytes x", "decode x", "decode x (mean)", "ms a step", "prefill x")
+
+
+def line(r: Result) -> str:
+    """The table's line of a result."""
+    spread = f"{r.decode_ratio:.2f} ({r.decode_ratio_low:.2f} to {r.decode_ratio_high:.2f})"
+    numbers = f"{r.kl_nats:.4f}", f"{r.top1:.3f}", f"{r.bytes_ratio:.3f}", spread, f"{r.decode_ratio_mean:.2f}"
+    return table_line([r.method, "yes" if r.hook else "no", *numbers, f"{r.decode_ms:.1f}", f"{r.prefill_ratio:.2f}"])
+
+
+def measure(model: Any, tokens: Sequence[int], prompt: int, entry: Entry, repeats: int, say: Say) -> Result:
+    """Run an entry beside plain caches; scores and bytes are those of the first repeat, times medians of all."""
+    pairs = []
+    for repeat in range(repeats):
+        plain = float16_rows(KVCache() for _ in model.layers)
+        lists = [plain, entry.caches(model)]
+        turn = 1 if repeat % 2 == 0 else -1
+        with entry.attention(model):
+            here = functools.partial(say, entry.label, f"repeat {repeat + 1} of {repeats}")
+            runs = teacher_forced(model, tokens, prompt, *lists[::turn], say=here)
+        base, own = runs[::turn]
+        if repeat == 0:
+            scores = divergence(base.log_probs, own.log_probs), agreement(base.log_probs, own.log_probs)
+            held, room = resident_bytes(own.caches), plain_bytes(base.caches)
+        base.rows, own.rows, base.caches, own.caches = [], [], (), ()
+        pairs.append((base, own))
+    medians = [own.step_median / base.step_median for base, own in pairs]
+
+    def middle(number: Callable[[Any, Any], float]) -> float:
+        return statistics.median(number(base, own) for base, own in pairs)
+
+    return Result(
+        entry.name,
+        entry.hook,
+        *scores,
+        held,
+        held / room,
+        middle(lambda base, own: own.step_median) * 1e3,
+        middle(lambda base, own: base.step_median) * 1e3,
+        statistics.median(medians),
+        min(medians),
+        max(medians),
+        middle(lambda base, own: own.step_mean / base.step_mean),
+        middle(lambda base, own: own.prefill_seconds),
+        middle(lambda base, own: base.prefill_seconds),
+        middle(lambda base, own: own.prefill_seconds / base.prefill_seconds),
+    )
+
+
+# Peak memory
+
+
+def peaks(model: Any, tokens: Sequence[int], prompt: int, entry: Entry) -> tuple[list[int], int]:
+    """Peak bytes of mlx in each of four windows of decode steps, and by how much the caches grew since the first."""
+    caches, ids, size = entry.caches(model), mx.array(list(tokens))[None], PEAK_STEPS // PEAK_WINDOWS
+    found, held = [], []
+    with entry.attention(model):
+        prefill(model, ids[:, :prompt], caches)
+        for window in range(PEAK_WINDOWS):
+            mx.reset_peak_memory()
+            for i in range(prompt + window * size, prompt + (window + 1) * size):
+                step(model, ids[:, i : i + 1], caches)
+            found.append(mx.get_peak_memory())
+            held.append(resident_bytes(caches))
+    return found, held[-1] - held[0]
+
+
+def report_peaks(model: Any, tokens: Sequence[int], prompt: int, chosen: Sequence[Entry]) -> None:
+    """One line an entry; flat means that the peak rose by no more than the caches and 1 MiB."""
+    size = PEAK_STEPS // PEAK_WINDOWS
+    windows = [f"steps {i * size + 1} to {(i + 1) * size}" for i in range(PEAK_WINDOWS)]
+    print(f"Peak memory of {PEAK_STEPS} decode steps after {prompt} tokens, in MiB\n")
+    print(table_head(["method", "hook", *windows, "caches grew by", "flat"]), flush=True)
+    for entry in chosen:
+        found, grown = peaks(model, tokens, prompt, entry)
+        flat = "yes" if found[-1] - found[0] <= max(grown, 0) + MIB else "NO"
+        cells = [f"{peak / MIB:.1f}" for peak in (*found, grown)]
+        print(table_line([entry.name, "yes" if entry.hook else "no", *cells, flat]), flush=True)
+
+
+# The command
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", default=SMOLLM2, help="name or path for mlx_lm's load (default: %(default)s)")
+    parser.add_argument("--methods", default="", metavar="REGEX", help='only the rows that match, such as "h2o.*hook"')
+    parser.add_argument("--prompt", type=int, default=512, help="tokens before the steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=128, help="one-token steps (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="runs that times are medians of (default: %(default)s)")
+    parser.add_argument("--threads", type=int, help="threads of OpenBLAS (default: its own choice)")
+    parser.add_argument("--csv", type=Path, metavar="PATH", help="also write the results here")
+    parser.add_argument("--peak", action="store_true", help=f"peak memory over {PEAK_STEPS} steps, and nothing else")
+    return parser.parse_args(argv)
+
+
+def set_threads(count: int) -> None:
+    """Let the OpenBLAS in this process use `count` threads."""
+    try:
+        ctypes.CDLL("libopenblas.so.0").openblas_set_num_threads(count)
+    except (OSError, AttributeError):
+        print("--threads has no effect without OpenBLAS", file=sys.stderr)
+
+
+def progress(*parts: str) -> None:
+    """One line, apart from the table, that a terminal overwrites."""
+    end = "\r" if sys.stderr.isatty() else "\n"
+    print(f"{', '.join(parts):<100}", end=end, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def csv_lines(path: Path | None, setting: dict[str, Any]) -> Iterator[Callable[[Result], None]]:
+    """A function that adds a result, and the setting of all, to the file at `path`, if there is one."""
+    if path is None:
+        yield lambda result: None
+        return
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*(field.name for field in fields(Result)), *setting])
+        writer.writeheader()
+
+        def add(result: Result) -> None:
+            writer.writerow({**asdict(result), **setting})
+            file.flush()
+
+        yield add
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure the chosen rows and print them as they come."""
+    args = parse(argv)
+    chosen = [entry for entry in entries() if re.search(args.methods, entry.label)]
+    if not chosen:
+        raise SystemExit(f"no row matches {args.methods!r}; there are: {'; '.join(entry.label for entry in entries())}")
+    if args.threads:
+        set_threads(args.threads)
+    steps = PEAK_STEPS if args.peak else args.steps
+    model, tokenizer = load_model(args.model)
+    tokens = token_slice(tokenizer, START, args.prompt + steps)
+    print(f"{args.model}, {machine()}; {args.prompt} tokens of prompt, {steps} steps, keys and values of 16 bits\n")
+    if args.peak:
+        report_peaks(model, tokens, args.prompt, chosen)
+        return
+    progress("warming up")
+    prefill(model, mx.array(tokens[: args.prompt])[None], float16_rows(KVCache() for _ in model.layers))
+    print(table_head(HEAD), flush=True)
+    given = ("model", "prompt", "steps", "repeats", "threads")
+    setting = {"machine": machine(), **{name: getattr(args, name) for name in given}}
+    with csv_lines(args.csv, setting) as add:
+        for number, entry in enumerate(chosen, 1):
+            say = functools.partial(progress, f"{number} of {len(chosen)}")
+            result = measure(model, tokens, args.prompt, entry, args.repeats, say)
+            print(line(result), flush=True)
+            add(result)
+    print(f"\n{HOOK_NOTE}")
+
+
+if __name__ == "__main__":
+    main()

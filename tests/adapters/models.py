@@ -1,0 +1,243 @@
+"""Tiny random models of mlx_lm's architectures, small transforms, and the plain ways of running them."""
+
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map_with_path
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import vq_functional as vq
+from vq_adapters import TransformKVCache
+from vq_functional.core.transform import Transform
+from vq_functional.core.tree import flatten
+from vq_functional.methods import TABLE
+
+VOCABULARY = 96
+CHUNK = 16  # prefill step size throughout
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+_OWN_HEAD_DIM = {key: size for key, size in _SIZES.items() if key != "head_dim"}
+_MLA: dict[str, Any] = {
+    **_SIZES,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": _SIZES,
+    "mistral": {**_SIZES, "model_type": "llama", "num_key_value_heads": 1},
+    "qwen2": _OWN_HEAD_DIM,
+    "qwen3": {**_SIZES, "rope_theta": 1e6},
+    "phi3": _OWN_HEAD_DIM,
+    "gemma": _SIZES,
+    "gemma2": {**_SIZES, "query_pre_attn_scalar": 32.0},
+    "gemma3_text": {
+        **_SIZES,
+        "num_hidden_layers": 3,
+        "sliding_window": 16,
+        "sliding_window_pattern": 3,
+        "query_pre_attn_scalar": 32,
+    },
+    "gemma4_text": {
+        **_SIZES,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "sliding_window": 16,
+        "sliding_window_pattern": 2,
+        "global_head_dim": 32,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 16,
+    },
+    "gpt_oss": {**_SIZES, "sliding_window": 16, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "olmo2": _SIZES,
+    "plamo": {**_OWN_HEAD_DIM, "n_shared_head": 2},
+    "stablelm": {
+        **_OWN_HEAD_DIM,
+        "rope_theta": 1e4,
+        "use_qkv_bias": True,
+        "partial_rotary_factor": 0.5,
+        "layer_norm_eps": 1e-5,
+    },
+    "deepseek_v2": {**_MLA, "rope_scaling": {"factor": 2.0, "original_max_position_embeddings": 2048}},
+    "deepseek_v3": _MLA,
+    "lfm2": {
+        **_OWN_HEAD_DIM,
+        "num_hidden_layers": 4,
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_dim": 64,
+        "block_multiple_of": 16,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "block_ff_dim": 96,
+        "full_attn_idxs": [1, 3],
+    },
+}
+
+SMALL: dict[str, dict[str, Any]] = {
+    "streaming_llm": {"n_sink": 2, "window_size": 14},
+    "h2o": {"budget": 16, "n_sink": 2, "grace": 4},
+    "snapkv": {"budget": 16, "n_sink": 2, "obs_window": 6},
+    "kivi": {"bits": 4, "group_size": 32, "residual_length": 8},
+    "turboquant_mse": {"bits": 3},
+    "turboquant_rvq": {"bits": 2, "value_bits": 8},
+    "qjl": {"jl_dim": 64},
+}
+WIDE: dict[str, dict[str, Any]] = {
+    "streaming_llm": {"window_size": 512},
+    "h2o": {"budget": 512},
+    "snapkv": {"budget": 512},
+    "kivi": {"residual_length": 512},
+    "turboquant_mse": {"bits": 6},
+    "turboquant_rvq": {"bits": 4},
+    "qjl": {"jl_dim": 4096},
+}
+COMPOSED = "h2o over turboquant_mse"
+
+
+def _composed(bits: int, **options: Any) -> Transform:
+    store = vq.rows(key=vq.turboquant_mse_codec(bits=bits), value=vq.int8_codec())
+    return vq.chain(vq.h2o_policy(**options), store)
+
+
+# Every method with options so small that short prompts evict or pack, and one composition.
+TRANSFORMS: dict[str, Transform] = {
+    **{row.name: row.build(**SMALL.get(row.name, {})) for row in TABLE},
+    COMPOSED: _composed(3, **SMALL["h2o"]),
+}
+# The same with options so wide that next to nothing is lost.
+LOSSLESS: dict[str, Transform] = {
+    **{row.name: row.build(**WIDE.get(row.name, {})) for row in TABLE},
+    COMPOSED: _composed(6, **WIDE["h2o"]),
+}
+BY_QUERIES = {row.name for row in TABLE if "uses_queries" in row.traits} | {COMPOSED}
+TRIMMABLE = [name for name, transform in TRANSFORMS.items() if transform.trimmable]
+EVICTING = [name for name, transform in TRANSFORMS.items() if transform.evicts]
+
+
+def build(architecture: str, dtype: mx.Dtype = mx.float32, seed: int = 0, **sizes: Any) -> nn.Module:
+    """A new random model; equal arguments give equal weights."""
+    config = {"model_type": architecture, **ARCHITECTURES[architecture], **sizes}
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    model = module.Model(module.ModelArgs.from_dict(config))
+    model.update(tree_map_with_path(functools.partial(_random, seed), model.parameters()))
+    model.set_dtype(dtype)
+    mx.eval(model.parameters())
+    return model.eval()
+
+
+@functools.lru_cache(maxsize=64)
+def shared(architecture: str, dtype: mx.Dtype = mx.float32) -> nn.Module:
+    """`build`, once for all tests that leave the model as it is."""
+    return build(architecture, dtype)
+
+
+def _random(seed: int, path: str, weight: mx.array) -> mx.array:
+    """Matrices that make attention peaked and logits far apart; norms stay as they are."""
+    key = mx.random.key(hash_text(path) + seed)
+    if weight.ndim == 1:
+        return mx.random.normal(weight.shape, key=key) if path.endswith(("bias", "sinks")) else weight
+    fan_in = weight.size // weight.shape[0] if weight.ndim == 3 and "conv" in path else weight.shape[-1]
+    gain = 1.0 if "embed" in path else 1.5 / fan_in**0.5
+    return mx.random.normal(weight.shape, key=key) * gain
+
+
+def hash_text(text: str) -> int:
+    """The same number in every process."""
+    return sum((i + 1) * ord(char) for i, char in enumerate(text)) * 1000
+
+
+def cache_list(model: nn.Module, transform: Transform) -> list[Any]:
+    """Our cache in place of each plain KVCache; what else the model makes stays."""
+    return [TransformKVCache(transform) if type(cache) is KVCache else cache for cache in make_prompt_cache(model)]
+
+
+def ours(caches: Sequence[Any]) -> list[TransformKVCache]:
+    """The caches of a list that are ours."""
+    return [cache for cache in caches if isinstance(cache, TransformKVCache)]
+
+
+def tokens(length: int, seed: int = 0) -> list[int]:
+    """A random prompt."""
+    return mx.random.randint(0, VOCABULARY, (length,), key=mx.random.key(1000 + seed)).tolist()
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One word a token: "t7" is 7. The end of text lies beyond the vocabulary, so that no model says it."""
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY + 1)}, unk_token="t1"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f"t{VOCABULARY}", unk_token="t1")
+
+
+def feed(model: nn.Module, caches: Sequence[Any], prompt: Sequence[int]) -> mx.array:
+    """Logits [S, vocabulary] of one call."""
+    logits = model(mx.array([list(prompt)]), cache=caches)[0].astype(mx.float32)
+    mx.eval(logits, [cache.state for cache in caches])
+    return logits
+
+
+def read(model: nn.Module, caches: Sequence[Any], prompt: Sequence[int], chunk: int = CHUNK) -> None:
+    """The prompt but its last token, in chunks as mlx_lm's generation cuts them."""
+    for start in range(0, len(prompt) - 1, chunk):
+        feed(model, caches, prompt[start : min(start + chunk, len(prompt) - 1)])
+
+
+def greedy(model: nn.Module, caches: Sequence[Any], prompt: Sequence[int], count: int) -> tuple[list[int], mx.array]:
+    """The likeliest tokens after a prompt, and the logits [count, vocabulary] that chose them."""
+    read(model, caches, prompt)
+    token, chosen, rows = prompt[-1], [], []
+    for _ in range(count):
+        rows.append(feed(model, caches, [token])[-1])
+        token = int(mx.argmax(rows[-1]).item())
+        chosen.append(token)
+    return chosen, mx.stack(rows)
+
+
+def forced(model: nn.Module, caches: Sequence[Any], calls: Sequence[Sequence[int]]) -> mx.array:
+    """Logits [all tokens, vocabulary] of the given calls."""
+    return mx.concatenate([feed(model, caches, call) for call in calls])
+
+
+class FunctionalCache:
+    """The functional triple in the plainest way: fixed capacity, eager, every mask an array."""
+
+    def __init__(self, transform: Transform, kv_heads: int = 2, dim: int = 32, capacity: int = 256) -> None:
+        spec = vq.KVSpec(kv_heads=kv_heads, key_dim=dim, value_dim=dim, dtype=mx.float32, capacity=capacity)
+        self.transform = transform
+        self.held = transform.init_state(spec)
+        self.offset = 0
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        return self.transform.make_mask(self.held, N, window=window_size)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.offset += keys.shape[2]
+        self.held, keys, values = self.transform.update(self.held, keys, values)
+        return keys, values
+
+    @property
+    def state(self) -> tuple[mx.array, ...]:
+        """All arrays, for `mx.eval`."""
+        return flatten(self.held)[0]

@@ -1,0 +1,163 @@
+"""Law: `nbytes` is what is resident, byte for byte, and it is less than plain float16."""
+
+import math
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import vq_functional as vq
+from laws.common import METHODS, SMALL, Subject, begin, feed, keys_and_values, over, run_of, tokens
+from vq_adapters import TransformKVCache
+from vq_functional.core.tree import flatten
+
+TOKENS, HEADS, DIM = 640, 2, 64
+PLAIN = TOKENS * HEADS * 2 * DIM * 2
+ONE = vq.KVSpec(kv_heads=HEADS, key_dim=DIM, value_dim=DIM, capacity=TOKENS)
+OPAQUE = (str, bytes, int, float, complex, type, mx.Dtype, types.ModuleType, types.FunctionType, types.MethodType)
+
+
+def reachable(root: Any) -> list[Any]:
+    """Every array of MLX or numpy that can be reached through attributes, slots and containers."""
+    seen, found, todo = set(), [], [root]
+    while todo:
+        item = todo.pop()
+        if item is None or isinstance(item, OPAQUE) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, mx.array | np.ndarray):
+            found.append(item)
+            continue
+        if isinstance(item, dict):
+            todo += [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple | set | frozenset):
+            todo += list(item)
+        todo += list(getattr(item, "__dict__", {}).values())
+        for kind in type(item).__mro__:
+            slots = kind.__dict__.get("__slots__", ())
+            names = (slots,) if isinstance(slots, str) else slots
+            todo += [getattr(item, name) for name in names if hasattr(item, name)]
+    return found
+
+
+def filled(subject: Subject, pieces: Sequence[int], *, attends: bool = False) -> TransformKVCache:
+    """A cache that has seen `pieces` of tokens, its attention done as the hook does it or not at all."""
+    cache = TransformKVCache(subject.transform)
+    keys, values = keys_and_values(ONE, sum(pieces))
+    start = 0
+    for n in pieces:
+        held = cache.update_and_fetch(keys[:, :, start : start + n], values[:, :, start : start + n])
+        if attends:
+            held = cache.attend(tokens(n, start, batch=1, heads=4), *held, 0.125, None if n == 1 else "causal")
+        mx.eval(held)
+        start += n
+    return cache
+
+
+@over()
+@pytest.mark.parametrize("pieces", [[TOKENS], [600] + [1] * 40], ids=["prompt", "decoded"])
+@pytest.mark.parametrize("attends", [False, True], ids=["fetched", "attended"])
+def test_nbytes_is_what_can_be_reached(subject: Subject, pieces: list[int], attends: bool) -> None:
+    """Between steps nothing but the state is held: no second copy of what it holds as codes."""
+    cache = filled(subject, pieces, attends=attends)
+    total = cache.nbytes
+    arrays = reachable(cache)
+    assert isinstance(total, int)
+    assert total == sum(array.nbytes for array in arrays) == vq.nbytes(cache._state)
+    assert total == sum(array.size * array.dtype.size for array in arrays)
+    assert total < PLAIN
+
+
+@over()
+def test_nbytes_of_a_functional_state(subject: Subject) -> None:
+    keys, values = keys_and_values(ONE, TOKENS)
+    state = feed(subject.transform, begin(subject.transform, ONE), keys, values).state
+    assert vq.nbytes(state) == sum(array.nbytes for array in reachable(state)) < PLAIN
+
+
+@over("packs")
+def test_no_array_holds_the_keys_unpacked(subject: Subject) -> None:
+    """Keys four times as wide as values: what is not codes is no larger than what values take."""
+    spec = vq.KVSpec(kv_heads=2, key_dim=128, value_dim=32, capacity=512)
+    keys, values = keys_and_values(spec, 512)
+    run = feed(subject.transform, begin(subject.transform, spec), keys, values, [480] + [1] * 32)
+    room = subject.transform.capacity(run.state) * spec.kv_heads * spec.value_dim
+    floats = [leaf for leaf in flatten(run.state)[0] if mx.issubdtype(leaf.dtype, mx.floating)]
+    codes = [leaf for leaf in flatten(run.state)[0] if leaf.dtype in (mx.uint8, mx.uint32)]
+    assert codes
+    assert max(leaf.size for leaf in floats) <= room
+
+
+# Bytes by the formulas of the methods' descriptions
+
+
+def words(count: int, bits: int) -> int:
+    """Bytes of `count` codes in whole 32-bit words."""
+    return 4 * math.ceil(count * bits / 32)
+
+
+def row_bytes(key: int, value: int) -> Callable[[int, int], int]:
+    """Rows alone: so much a token and head, and one int32 offset a batch row."""
+    return lambda capacity, heads: capacity * heads * (key + value) + 4
+
+
+def grouped_bytes(capacity: int, heads: int, dim: int = DIM, bits: int = 2, group: int = 32, residual: int = 32) -> int:
+    """Codes with scale and zero a group along tokens for keys and along channels for values; the exact window; two counters."""
+    block = math.lcm(group, 32 // math.gcd(32, bits))
+    keys = dim * (words(capacity, bits) + 4 * capacity // group)
+    values = capacity * (words(dim, bits) + 4 * math.ceil(dim / group))
+    window = (residual + block) * 2 * dim * 2
+    return heads * (keys + values + window) + 8
+
+
+EIGHT_BITS = words(DIM, 8) + 2
+FORMULAS = {
+    "kivi": grouped_bytes,
+    "turboquant_mse": row_bytes(words(DIM, 2) + 2, EIGHT_BITS),
+    "turboquant_rvq": row_bytes(2 * words(DIM, 2) + 2, 2 * DIM),
+    "qjl": row_bytes(words(DIM, 1) + 2, EIGHT_BITS),
+}
+
+
+@over("packs", among=METHODS)
+@pytest.mark.parametrize("n", [64, 512])
+def test_bytes_follow_the_formula(subject: Subject, n: int) -> None:
+    assert subject.name in FORMULAS, f"{subject.name} packs, and its bytes have no formula here"
+    cache = filled(subject, [n])
+    capacity = subject.transform.capacity(run_of(cache).state)
+    assert capacity <= n
+    assert cache.nbytes == FORMULAS[subject.name](capacity, HEADS)
+
+
+# Per-token bytes of keys and values in a store
+STORED = {
+    "plain": 4 * DIM,
+    "turboquant_mse": 2 * (words(DIM, 3) + 2),
+    "turboquant_rvq": 2 * (2 * words(DIM, 2) + 2),
+    "qjl": words(DIM, 1) + 2 + EIGHT_BITS,
+    "int8": 2 * EIGHT_BITS,
+}
+
+
+@over("evicts", where=lambda subject: "-over-" in subject.name)
+def test_evicted_bytes_are_gone_and_the_rest_is_packed(subject: Subject) -> None:
+    """Rows held, not tokens seen, times bytes a row; positions, memory and offset come on top."""
+    cache = filled(subject, [TOKENS])
+    run = run_of(cache)
+    slots = subject.transform.capacity(run.state)
+    row = STORED[subject.name.split("-over-")[1]]
+    memory = vq.nbytes(run.state.memory)
+    assert vq.nbytes(run.state.rows) == slots * HEADS * row
+    assert cache.nbytes == slots * HEADS * (row + 4) + memory + 4
+    assert memory <= slots * HEADS * 4
+
+
+@over("evicts")
+def test_bytes_of_a_capped_cache_stay_flat(subject: Subject) -> None:
+    """Rows of a prompt are capped by every policy, and by most the whole."""
+    one, two = filled(subject, [200]), filled(subject, [200, 200])
+    assert two.size() == one.size() == SMALL["budget"]
+    assert two.nbytes <= max(one.nbytes, PLAIN // TOKENS * (subject.transform.policy.budget + 64) * 2)

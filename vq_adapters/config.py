@@ -1,0 +1,280 @@
+"""KVCacheConfig: the documented flat configuration, derived from the functional options, made into transforms."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import attrs
+import mlx.core as mx
+
+from vq_adapters.documented import DEFAULTS, METHOD_NAMES, options_of
+from vq_adapters.names import SHARED, field_of
+from vq_adapters.options import OPTIONS, OWNERS, annotation, options_fields
+from vq_functional.core.codec import PlainCodec
+from vq_functional.core.errors import QuantizerConfigError, check, check_choice, check_int
+from vq_functional.core.spec import FLOATS
+from vq_functional.core.store import RowStore
+from vq_functional.core.transform import Transform
+from vq_functional.evict.chain import chain
+from vq_functional.evict.engine import Evicting
+from vq_functional.evict.streaming_llm import streaming_llm_policy
+from vq_functional.methods import METHODS, find
+
+Rule = Callable[[str, str, Any], None]
+Kind = TypeVar("Kind")
+
+# Accepted with any value: they choose between ways of computing the same result, and here the fastest is always taken.
+SPEED_FIELDS = (
+    "enable_vectorized_attend",
+    "enable_fused_query_dot",
+    "snap_backend",
+    "snap_batched_scoring",
+    "tova_backend",
+    "pyramid_backend",
+    "use_metal_kernels",
+    "fused_sdpa",
+    "fused_sdpa_max_ctx",
+    "fused_sdpa_memory_bound",
+)
+
+# Refused when set for a method that has no use for them: their owner would believe in something that doesn't happen.
+NO_EFFECT = {
+    "bit_width_outlier": "it holds no outlier channels apart",
+    "n_outlier_channels": "it holds no outlier channels apart",
+    "enable_outlier_two_stream": "it holds no outlier channels apart",
+    "n_calib_tokens": "it needs no calibration",
+    "store": "its tables are made from the seed",
+    "observers": "it reports no events",
+    "n_sink_tokens": "it has no sinks of that name",
+    "smooth_factors": "it doesn't smooth",
+    "key_codebook": "it learns no codebook",
+    "value_codebook": "it learns no codebook",
+}
+
+# Set by habit for all methods: a warning is enough.
+UNUSED = ("bit_width_inlier", "jl_dim", "residual_length")
+
+
+def _whole(low: int, high: int | None = None, optional: bool = False) -> Rule:
+    def rule(method: str, field: str, value: Any) -> None:
+        if not (optional and value is None):
+            check_int(method, field, value, low, high)
+
+    return rule
+
+
+def _bits(method: str, field: str, value: Any) -> None:
+    many = isinstance(value, (list, tuple))
+    check(not many or len(value) > 0, method, field, "must have one entry for each attention layer", value)
+    for bits in value if many else [value]:
+        check_int(method, field, bits, 1, 8)
+
+
+def _one_of(*choices: Any) -> Rule:
+    def rule(method: str, field: str, value: Any) -> None:
+        check(value is None or isinstance(value, bool), method, field, f"must be one of {choices}", value)
+        check_choice(method, field, value, choices)
+
+    return rule
+
+
+def _dtype(method: str, field: str, value: Any) -> None:
+    known = value is None or value in FLOATS
+    check(known, method, field, "must be None, float16, bfloat16 or float32", value)
+
+
+def _list(method: str, field: str, value: Any) -> None:
+    check(isinstance(value, list), method, field, "must be a list", value)
+
+
+RULES: dict[str, Rule] = {
+    "method": lambda method, field, value: check_choice("KVCacheConfig", field, value, METHOD_NAMES),
+    "head_dim": _whole(1),
+    "bit_width_inlier": _bits,
+    "bit_width_outlier": _whole(1, 8, optional=True),
+    "jl_dim": _whole(1, optional=True),
+    "n_outlier_channels": _whole(1, optional=True),
+    "n_calib_tokens": _whole(1, optional=True),
+    "enable_vectorized_attend": _one_of(True, False),
+    "enable_outlier_two_stream": _one_of(True, False),
+    "enable_fused_query_dot": _one_of(True, False),
+    "seed": _whole(0),
+    "dtype": _dtype,
+    "capacity": _whole(1, optional=True),
+    "sliding_window": _whole(1, optional=True),
+    "observers": _list,
+    "residual_length": _whole(0),
+    "n_sink_tokens": _whole(0),
+    "use_metal_kernels": _one_of(None, True, False),
+    "fused_sdpa": _one_of(None, True, False),
+    "fused_sdpa_max_ctx": _whole(1, optional=True),
+    "fused_sdpa_memory_bound": _one_of(True, False),
+}
+
+
+def check_field(method: str, field: str, value: Any) -> None:
+    """Refuse a value that no method can take in this field."""
+    if field in RULES:
+        RULES[field](method, field, value)
+
+
+def _with_documented_fields(kind: type[Kind]) -> type[Kind]:
+    kind.__annotations__ = {field: annotation(default) for field, default in DEFAULTS.items()}
+    for field, default in DEFAULTS.items():
+        setattr(kind, field, dataclasses.field(default_factory=list) if field == "observers" else default)
+    return dataclasses.dataclass(kind)
+
+
+@_with_documented_fields
+class KVCacheConfig:
+    """Which method, with which options; one flat field for everything that is documented.
+
+    `options`, one of the options classes, fills the fields of its method. Such
+    a field set directly works too, with a DeprecationWarning. `bit_width_inlier`
+    may be a list of one entry a layer for `KVCacheBuilder.for_model`.
+    Raises QuantizerConfigError for values that the method can't take, and for
+    fields that would have no effect on it.
+    """
+
+    if TYPE_CHECKING:
+        method: str
+        head_dim: int
+        bit_width_inlier: Any
+        capacity: int | None
+        sliding_window: int | None
+        dtype: mx.Dtype | None
+        seed: int
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __post_init__(self) -> None:
+        for field in RULES:
+            check_field(self.method, field, getattr(self, field))
+        given = self._given()
+        _warn(self._loose(given))
+        for field, value in given.items():
+            if field not in SHARED or _same(getattr(self, field), DEFAULTS[field]):
+                setattr(self, field, value)
+        metal = self.use_metal_kernels is not True or mx.metal.is_available()
+        if not metal:
+            raise RuntimeError(f"{self.method}: `use_metal_kernels` must not be True: there is no Metal device")
+        if self.method in METHODS:
+            self._check_effects()
+            many = isinstance(self.bit_width_inlier, (list, tuple))
+            for bits in set(self.bit_width_inlier) if many else [self.bit_width_inlier]:
+                self.for_layer(0, bits).transform()
+
+    def __repr__(self) -> str:
+        changed = {name: getattr(self, name) for name, default in DEFAULTS.items()}
+        changed = {name: x for name, x in changed.items() if name == "method" or not _same(x, DEFAULTS[name])}
+        return f"KVCacheConfig({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+
+    def transform(self, layer: int = 0) -> Transform:
+        """The configured transform of a layer; layers differ in their seed, where there is one."""
+        rule = f"is documented but not built; built are {sorted(METHODS)}"
+        check(self.method in METHODS, self.method, "method", rule, self.method)
+        options = {option: getattr(self, field) for option, field in self._uses().items()}
+        one = not isinstance(options.get("bits"), (list, tuple))
+        rule = "must be an integer for one cache; `for_model` takes a list"
+        check(one, self.method, "bit_width_inlier", rule, self.bit_width_inlier)
+        if self._uses().get("seed") == "seed":
+            options["seed"] += layer
+        transform = find(self.method).build(**options)
+        if self.dtype is not None:
+            transform = held_in(transform, self.dtype)
+        return transform if self.sliding_window is None else in_window(transform, self.sliding_window)
+
+    def for_layer(self, layer: int, bits: int | None = None, head_dim: int | None = None) -> KVCacheConfig:
+        """The configuration of one layer: its own seed, and bits and head size where given."""
+        one = copy.copy(self)
+        one.seed = self.seed + layer
+        one.bit_width_inlier = self.bit_width_inlier if bits is None else bits
+        one.head_dim = self.head_dim if head_dim is None else head_dim
+        return one
+
+    def _uses(self) -> dict[str, str]:
+        """Functional options of the method and the fields that they come from."""
+        return _uses(self.method)
+
+    def _given(self) -> dict[str, Any]:
+        """Fields and values of `options`."""
+        if self.options is None:
+            return {}
+        kind = OPTIONS.get(self.method, type(None))
+        check(type(self.options) is kind, self.method, "options", f"must be {kind.__name__}", self.options)
+        return {field: getattr(self.options, field) for field in options_fields(self.method)}
+
+    def _loose(self, given: dict[str, Any]) -> list[tuple[type[Warning], str]]:
+        """What to warn of: fields that are set beside options, or for a method that doesn't have them."""
+        found: list[tuple[type[Warning], str]] = []
+        for field, kind in OWNERS.items():
+            value = getattr(self, field)
+            if _same(value, DEFAULTS[field]) or (field in given and _same(value, given[field])):
+                continue
+            text = f"KVCacheConfig: set `{field}` by options={kind.__name__}({field}={value!r})"
+            if field in given:
+                found.append((UserWarning, f"KVCacheConfig: options give `{field}`={given[field]!r}; not {value!r}"))
+            elif field in options_fields(self.method):
+                found.append((DeprecationWarning, text))
+            else:
+                found.append((DeprecationWarning, f"{text}; it has no effect on {self.method}"))
+        if self.method in METHODS:
+            unused = [field for field in UNUSED if field not in self._uses().values()]
+            unused = [field for field in unused if not _same(getattr(self, field), DEFAULTS[field])]
+            found += [(UserWarning, f"KVCacheConfig: `{field}` has no effect on {self.method}") for field in unused]
+        return found
+
+    def _check_effects(self) -> None:
+        for field, reason in NO_EFFECT.items():
+            same = field in self._uses().values() or _same(getattr(self, field), DEFAULTS[field])
+            check(same, self.method, field, f"has no effect: {reason}", getattr(self, field))
+
+
+@functools.lru_cache(maxsize=64)
+def _uses(method: str) -> dict[str, str]:
+    fields = {option: field_of(method, option) for option in options_of(method)}
+    return {option: field for option, field in fields.items() if field is not None}
+
+
+def _warn(found: list[tuple[type[Warning], str]]) -> None:
+    for category, text in found:
+        warnings.warn(text, category, stacklevel=4)  # past __post_init__ and the generated __init__
+
+
+def _same(value: Any, default: Any) -> bool:
+    return value is None if default is None else type(value) is not mx.array and value == default
+
+
+def held_in(transform: Transform, dtype: mx.Dtype) -> Transform:
+    """The same transform with all that it holds uncompressed in `dtype`."""
+    if isinstance(transform, Evicting):
+        return attrs.evolve(transform, store=_rows_in(transform.store, dtype))
+    if isinstance(transform, RowStore):
+        return _rows_in(transform, dtype)
+    rule = "can't be changed: exact rows keep the dtype that they come in"
+    raise QuantizerConfigError(f"{transform.name}: `dtype` {rule}; got {dtype!r}")
+
+
+def _rows_in(store: RowStore, dtype: mx.Dtype) -> RowStore:
+    storage, codecs = str(dtype).removeprefix("mlx.core."), (store.key, store.value)
+    plain = [codec for codec in codecs if isinstance(codec, PlainCodec)]
+    check(bool(plain), store.name, "dtype", "has no effect: nothing is held uncompressed", dtype)
+    for codec in plain:
+        rule = f"must agree with the storage dtype of the method's own options, {codec.storage}"
+        check(codec.storage in (None, storage), store.name, "dtype", rule, dtype)
+    key, value = (PlainCodec(storage) if isinstance(codec, PlainCodec) else codec for codec in codecs)
+    return attrs.evolve(store, key=key, value=value)
+
+
+def in_window(transform: Transform, size: int) -> Transform:
+    """The same rows, held for the newest `size` tokens only."""
+    rule = f"is only for methods that keep every token and whose rows stand alone, which {transform.name} is not"
+    check(isinstance(transform, RowStore), transform.name, "sliding_window", rule, size)
+    policy = streaming_llm_policy(n_sink=0, window_size=size)
+    return chain(policy, transform, name=f"sliding_window over {transform.name}")  # type: ignore[arg-type]

@@ -1,0 +1,223 @@
+"""What is documented and can't come from functional options: method names, shared fields, methods not in the table.
+
+A method's defaults live in its functional options: a method that joins the table leaves `UNBUILT`.
+"""
+
+from typing import Any
+
+import attrs
+
+from vq_adapters.names import ORDER, field_of
+from vq_functional.methods import METHODS
+
+_NAMES = """
+turboquant_prod turboquant_mse turboquant_rvq polar qjl vecinfer spectral kivi kivi_sink svdq kitty adakv xquant
+kvquant palu cachegen minicache gear zipcache snapkv streaming_llm h2o tova pyramidkv squeeze chunkkv cam xkv
+nsnquant knorm skvq qfilters keyformer morphkv kvzip kvtc curdkv nestedkv amc a2ats anchorkv rocketkv age_tiered
+"""
+METHOD_NAMES: tuple[str, ...] = tuple(_NAMES.split())
+
+# Fields of no method's options; `observers` is a new list each time.
+CONFIG_FIELDS: dict[str, Any] = {
+    "method": "turboquant_rvq",
+    "head_dim": 128,
+    "bit_width_outlier": None,
+    "n_outlier_channels": None,
+    "n_calib_tokens": None,
+    "enable_vectorized_attend": True,
+    "enable_outlier_two_stream": False,
+    "enable_fused_query_dot": False,
+    "dtype": None,
+    "capacity": None,
+    "sliding_window": None,
+    "store": None,
+    "observers": [],
+    "options": None,
+    "smooth_factors": None,
+    "key_codebook": None,
+    "value_codebook": None,
+    "use_metal_kernels": None,
+    "fused_sdpa": False,
+    "fused_sdpa_max_ctx": None,
+    "fused_sdpa_memory_bound": False,
+}
+
+# Options of documented methods that the table of methods doesn't have, named as functional options.
+UNBUILT: dict[str, dict[str, Any]] = {
+    "vecinfer": {"key_sub_dim": 4, "value_sub_dim": 8, "key_codebook_bits": 12, "value_codebook_bits": 8},
+    "spectral": {"key_d_eff": 4, "val_d_eff": 50, "apply_qjl": True, "model_name": "model"},
+    "kivi_sink": {"n_sink": 5},
+    "svdq": {"rank": None, "energy_threshold": 0.95, "bit_schedule": (8, 4, 2, 1, 1, 0, 0, 0), "group_size": 32},
+    "kitty": {"hi_fraction": 0.25, "hi_bit": 4, "lo_bit": 2, "group_size": 32},
+    "adakv": {
+        "target_avg_bits": 2.5,
+        "lo_bit": 2,
+        "mid_bit": 3,
+        "hi_bit": 4,
+        "group_size": 32,
+        "update_interval": 1,
+        "importance": "norm_variance",
+        "obs_window": 32,
+    },
+    "xquant": {"group_size": 2, "base_bits": 2, "residual_bits": 4, "group_quant_size": 32, "max_ctx": 8192},
+    "kvquant": {
+        "bits": 3,
+        "outlier_fraction": 0.01,
+        "group_size": 32,
+        "lloyd_iters": 8,
+        "refit_interval": 0,
+        "n_sink": 1,
+    },
+    "palu": {
+        "rank": None,
+        "energy_threshold": 0.9,
+        "n_head_groups": 4,
+        "hi_bit": 4,
+        "lo_bit": 2,
+        "hi_fraction": 0.25,
+        "group_size": 32,
+        "quantize_values": True,
+    },
+    "cachegen": {
+        "bits": 4,
+        "group_size": 32,
+        "use_delta": True,
+        "per_channel": True,
+        "layer_groups": 3,
+        "resolved_bits": None,
+    },
+    "minicache": {"start_frac": 0.5, "group_size": 2, "retention_threshold": 0.9, "slerp_t": 0.5, "max_ctx": 8192},
+    "gear": {
+        "bits": 2,
+        "rank": None,
+        "energy_threshold": 0.9,
+        "sparse_fraction": 0.01,
+        "group_size": 32,
+        "quantize_values": True,
+    },
+    "zipcache": {"hi_bits": 4, "lo_bits": 2, "hi_fraction": 0.2, "group_size": 32, "quantize_values": True},
+    "tova": {"budget": 512, "n_sink": 4, "backend": "auto"},
+    "pyramidkv": {"budget": 512, "backend": "reference", "n_sink": 4, "beta": 2.0, "resolved_budget": None},
+    "squeeze": {"budget": 512, "n_sink": 4, "strength": 1.0, "resolved_budget": None},
+    "chunkkv": {"budget": 512, "chunk_size": 8, "n_sink": 4, "score": "attn_mass", "reuse_layers": 1},
+    "cam": {"budget": 512, "n_sink": 4, "merge": "sim_weighted", "merge_keys": False, "merge_gate": True},
+    "xkv": {
+        "group_size": 2,
+        "rank": None,
+        "energy_threshold": 0.95,
+        "latent_bits": 4,
+        "group_quant_size": 32,
+        "max_ctx": 8192,
+    },
+    "nsnquant": {
+        "bits": 2,
+        "residual_length": 64,
+        "codebook_size": 256,
+        "subvector_dim": 8,
+        "seed": 1234,
+        "max_ctx": 8192,
+    },
+    "knorm": {"budget": 512, "n_sink": 4, "recent": 0, "keep": "low"},
+    "skvq": {
+        "bits_key": 2,
+        "bits_value": 2,
+        "group_size": 32,
+        "window": 128,
+        "n_sink": 5,
+        "reorder": True,
+        "clip_search": True,
+        "clip_alpha": 1.0,
+        "max_ctx": None,
+    },
+    "qfilters": {
+        "budget": 512,
+        "n_sink": 4,
+        "recent": 0,
+        "calib_tokens": 128,
+        "sign": 1,
+        "min_retention": 0.9,
+        "on_low_retention": "warn",
+    },
+    "keyformer": {
+        "budget": 512,
+        "n_sink": 4,
+        "recent": 0,
+        "tau": None,
+        "tau_init": 1.0,
+        "tau_end": 1.0,
+        "anneal_steps": 0,
+        "rope_base": 10000.0,
+        "seed": 0,
+    },
+    "morphkv": {"budget": 512, "n_sink": 4, "window": 8},
+    "kvzip": {"budget": 512, "n_sink": 4, "probe": "context"},
+    "kvtc": {"bit_budget": 512, "bit_choices": (0, 1, 2, 3, 4, 6, 8), "beta": 3.5},
+    "curdkv": {"budget": 512, "n_sink": 4, "rank_cap": 16, "rope_base": 10000.0},
+    "nestedkv": {
+        "budget": 512,
+        "n_sink": 4,
+        "window": 64,
+        "beta": 3.0,
+        "tau": 0.6,
+        "kappa": 10.0,
+        "safeguard_alpha": 0.2,
+    },
+    "amc": {
+        "k_high": 0.2,
+        "k_mid": 0.3,
+        "use_query_saliency": False,
+        "query_alpha": 0.5,
+        "adaptive_thresholds": False,
+        "threshold_window": 64,
+        "gamma": 0.1,
+        "calib_variance": None,
+        "group_size": 32,
+    },
+    "a2ats": {
+        "codebook_bits": 8,
+        "sub_dim": 8,
+        "window": 128,
+        "b": 2048,
+        "use_query_aware": True,
+        "beta": 0.5,
+        "retrieval_fraction": 0.2,
+        "rope_base": 10000.0,
+        "rope_scaling": None,
+        "query_h": None,
+        "codebook": None,
+    },
+    "anchorkv": {"theta": 0.05, "window": 32, "rho": 0.7, "anchor_frac": 0.0078125, "residual_bits": 2, "seed": 42},
+    "rocketkv": {"compression_ratio": 8.0, "page_size": None, "head_topk1": None, "obs_window": 32, "n_sink": 4},
+    "age_tiered": {
+        "recent_boundary": 128,
+        "mid_boundary": 1024,
+        "bits_recent": 8,
+        "bits_mid": 4,
+        "bits_old": 2,
+        "group_size": 32,
+    },
+}
+
+
+def options_of(method: str) -> dict[str, Any]:
+    """Functional options of a method and their defaults."""
+    if method in METHODS:
+        return {option.name: option.default for option in attrs.fields(METHODS[method].options)}
+    return UNBUILT.get(method, {})
+
+
+def fields_of(method: str) -> dict[str, Any]:
+    """Documented fields of a method's options and their defaults, in documented order."""
+    named = {field_of(method, option): default for option, default in options_of(method).items()}
+    return {field: named[field] for field in ORDER if field in named}
+
+
+def defaults() -> dict[str, Any]:
+    """All documented parameters and their defaults, in documented order."""
+    found = dict(CONFIG_FIELDS)
+    for method in METHOD_NAMES:
+        found |= {field: default for field, default in fields_of(method).items() if field not in found}
+    return {field: found[field] for field in ORDER}
+
+
+DEFAULTS: dict[str, Any] = defaults()

@@ -1,0 +1,172 @@
+"""The per-vector caches: one head, keys and values [d] one at a time, attention of single queries."""
+
+from __future__ import annotations
+
+import abc
+from collections import deque
+from typing import Any, ClassVar
+
+import mlx.core as mx
+
+from vq_adapters.cache import TransformKVCache
+from vq_adapters.classes import row_bytes
+from vq_adapters.config import KVCacheConfig, in_window
+from vq_functional.core.errors import check, check_int
+from vq_functional.core.store import RowStore
+from vq_functional.core.transform import Transform
+from vq_functional.core.tree import flatten
+from vq_functional.evict.engine import Evicting
+
+
+class KVCache(abc.ABC):
+    """One head's cache, vector by vector; the caller rotates keys and queries."""
+
+    @abc.abstractmethod
+    def append_key(self, k: mx.array) -> None:
+        """Take in the key [d] of the next token; its value follows."""
+
+    @abc.abstractmethod
+    def append_value(self, v: mx.array) -> None:
+        """Take in the value [d] of the oldest key that has none."""
+
+    def append(self, k: mx.array, v: mx.array) -> None:
+        """Take in one token."""
+        self.append_key(k)
+        self.append_value(v)
+
+    @abc.abstractmethod
+    def attend(self, q: mx.array) -> mx.array:
+        """Attention [d] of one query [d] over all tokens held; zeros while there are none."""
+
+    @abc.abstractmethod
+    def memory_bytes(self) -> int:
+        """Bytes of the tokens held."""
+
+    @abc.abstractmethod
+    def reset(self) -> None:
+        """Forget all tokens."""
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Tokens held."""
+
+
+class VectorKVCache(KVCache):
+    """A transform whose rows stand alone, over one head of one sequence.
+
+    Keys wait for their values in the order they came. `window`: at most so
+    many tokens are held, and the oldest gives way.
+    """
+
+    def __init__(self, store: RowStore, head_dim: int, window: int | None = None) -> None:
+        self.store, self.head_dim, self.window = store, head_dim, window
+        self._transform: Transform = store if window is None else in_window(store, window)
+        self.reset()
+
+    def append_key(self, k: mx.array) -> None:
+        self._waiting.append(self._vector("append_key", "k", k))
+
+    def append_value(self, v: mx.array) -> None:
+        v = self._vector("append_value", "v", v)
+        if not self._waiting:
+            raise RuntimeError(f"{type(self).__name__}: `append_value` must follow `append_key`")
+        self._take(self._waiting[0], v)
+        self._waiting.popleft()
+
+    def append(self, k: mx.array, v: mx.array) -> None:
+        k, v = self._vector("append", "k", k), self._vector("append", "v", v)
+        check(not self._waiting, self._name("append"), "k", "must not come while a key waits for its value", k.shape)
+        self._take(k, v)
+
+    def attend(self, q: mx.array) -> mx.array:
+        q = self._vector("attend", "q", q)
+        if len(self) == 0:
+            return mx.zeros((self.head_dim,), self._dtype)
+        state, transform = self._cache._settled_state(), self._transform
+        if isinstance(transform, Evicting):
+            state = transform.kept(state)  # oldest first, so that a window's sums run as a fresh cache's
+        out = transform.attend(state, q[None, None, None], self.head_dim**-0.5, fill=self._cache._fills[0])
+        return out[0, 0, 0].astype(self._dtype)
+
+    def memory_bytes(self) -> int:
+        """Bytes of the tokens held, and of their positions in a window; arrays have room for some more."""
+        if self._cache.empty():
+            return 0
+        state = self._cache._settled_state()
+        position = state.position.itemsize if isinstance(self._transform, Evicting) else 0
+        return len(self) * (row_bytes(state.rows.keys) + row_bytes(state.rows.values) + position)
+
+    def reset(self) -> None:
+        self._cache = TransformKVCache(self._transform)
+        self._waiting: deque[mx.array] = deque()
+        self._dtype: mx.Dtype = mx.float16
+
+    def __len__(self) -> int:
+        return self._cache.size()
+
+    def __repr__(self) -> str:
+        window = "" if self.window is None else f" of at most {self.window}"
+        return f"{type(self).__name__}({self.store.name}: {len(self)} tokens{window}, {self._cache.offset} seen)"
+
+    def _take(self, k: mx.array, v: mx.array) -> None:
+        check(k.dtype == v.dtype, self._name("append_value"), "v", f"must be {k.dtype} like its key", v.dtype)
+        self._cache.update_and_fetch(k[None, None, None], v[None, None, None])
+        mx.eval(flatten(self._cache._settled_state())[0])
+        self._dtype = v.dtype
+
+    def _vector(self, call: str, field: str, x: Any) -> mx.array:
+        x = x if isinstance(x, mx.array) else mx.array(x)
+        check(x.shape == (self.head_dim,), self._name(call), field, f"must be one vector [{self.head_dim}]", x.shape)
+        return x
+
+    def _name(self, call: str) -> str:
+        return f"{type(self).__name__}.{call}"
+
+
+class _ConfiguredKVCache(VectorKVCache):
+    """Built from a configuration; `capacity` and `sliding_window` both bound the tokens held."""
+
+    methods: ClassVar[tuple[str, ...]]
+
+    def __init__(self, config: KVCacheConfig) -> None:
+        name = type(self).__name__
+        check(config.method in self.methods, name, "method", f"must be one of {self.methods}", config.method)
+        bounds = [bound for bound in (config.capacity, config.sliding_window) if bound is not None]
+        transform = config.transform()
+        store = transform.store if isinstance(transform, Evicting) else transform
+        super().__init__(store, config.head_dim, min(bounds, default=None))  # type: ignore[arg-type]
+
+
+class TurboQuantKVCache(_ConfiguredKVCache):
+    """Keys as rotated scalar codes (`bit_width_inlier`, `seed`), values in 8 bits."""
+
+    methods = ("turboquant_prod", "turboquant_mse")
+
+
+class QJLKVCache(_ConfiguredKVCache):
+    """Keys as sign sketches (`jl_dim`, `seed`), values in 8 bits.
+
+    Scores are unbiased and noisy: raise `jl_dim` above the head size where
+    attention has to be sharp.
+    """
+
+    methods = ("qjl",)
+
+
+class SlidingWindowKVCache(VectorKVCache):
+    """The rows of `inner`'s kind for the newest `window_size` tokens; `inner` must be empty and stays so."""
+
+    def __init__(self, inner: VectorKVCache, window_size: int) -> None:
+        name = type(self).__name__
+        rule = "must be a per-vector cache of this package"
+        check(isinstance(inner, VectorKVCache), name, "inner", rule, type(inner).__name__)
+        check(len(inner) == 0, name, "inner", "must be empty", inner)
+        check_int(name, "window_size", window_size, 1)
+        window = window_size if inner.window is None else min(window_size, inner.window)
+        super().__init__(inner.store, inner.head_dim, window)
+
+
+# The per-vector class of a method.
+VECTOR_CLASSES: dict[str, type[_ConfiguredKVCache]] = {
+    method: kind for kind in (TurboQuantKVCache, QJLKVCache) for method in kind.methods
+}

@@ -1,0 +1,122 @@
+"""Rotary position embedding at any positions, and its inverse (arXiv 2104.09864).
+
+The rotation is MLX's own kernel, so that `undo` meets the angles a model's
+``mx.fast.rope`` used, whatever the device.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from vq_functional.core.errors import check, check_choice, check_int
+
+
+def _to_floats(freqs: Iterable[float] | mx.array | None) -> tuple[float, ...] | None:
+    return None if freqs is None else tuple(float(f) for f in freqs)
+
+
+@attrs.frozen
+class Rope:
+    """Rotation of the first `dims` numbers of a row by position * scale / freqs.
+
+    `freqs` holds dims / 2 inverse frequencies, of which None means
+    base**(2 i / dims). `traditional` pairs neighbours, otherwise the two halves
+    are paired. Hashable, without arrays.
+    """
+
+    dims: int
+    base: float = 10000.0
+    scale: float = 1.0
+    traditional: bool = False
+    freqs: tuple[float, ...] | None = attrs.field(default=None, converter=_to_floats)
+
+    def __attrs_post_init__(self) -> None:
+        check_int("rope", "dims", self.dims, 2)
+        check(self.dims % 2 == 0, "rope", "dims", "must be even", self.dims)
+        check(self.base > 0, "rope", "base", "must be positive", self.base)
+        if self.freqs is not None:
+            rule = f"must hold dims / 2 = {self.dims // 2} numbers"
+            check(len(self.freqs) == self.dims // 2, "rope", "freqs", rule, len(self.freqs))
+
+    def apply(self, x: mx.array, positions: mx.array) -> mx.array:
+        """`x` [B, H, S, D] rotated to `positions` int [S], [B, S] or [B, H, S]; in the dtype of `x`."""
+        return self._rotate(x, positions, self.scale)
+
+    def undo(self, x: mx.array, positions: mx.array) -> mx.array:
+        """Inverse of `apply`: the rotation by the negative angle."""
+        return self._rotate(x, positions, -self.scale)
+
+    def _rotate(self, x: mx.array, positions: mx.array, scale: float) -> mx.array:
+        check(x.ndim == 4 and x.shape[3] >= self.dims, "rope", "x", f"must be [B, H, S, D >= {self.dims}]", x.shape)
+        if x.size == 0:
+            return x
+        rows = x.swapaxes(1, 2)
+        heads = 1 if positions.ndim == 3 else x.shape[1]
+        turned = mx.fast.rope(
+            rows.astype(mx.float32).reshape(-1, heads, 1, x.shape[3]),
+            self.dims,
+            traditional=self.traditional,
+            base=self.base if self.freqs is None else None,
+            scale=scale,
+            offset=self._offsets(positions, x.shape),
+            freqs=None if self.freqs is None else mx.array(self.freqs, mx.float32),
+        )
+        return turned.reshape(rows.shape).swapaxes(1, 2).astype(x.dtype)
+
+    def _offsets(self, positions: mx.array, shape: tuple[int, ...]) -> mx.array:
+        """One position for each item that the kernel is given, int32 [B*S] or [B*S*H]."""
+        batch, heads, n, _ = shape
+        wanted = {1: (n,), 2: (batch, n), 3: (batch, heads, n)}.get(positions.ndim)
+        rule = f"must be [{n}], [{batch}, {n}] or [{batch}, {heads}, {n}]"
+        check(positions.shape == wanted, "rope", "positions", rule, positions.shape)
+        if positions.ndim == 3:
+            positions = positions.swapaxes(1, 2)
+        elif positions.ndim == 1:
+            positions = mx.broadcast_to(positions, (batch, n))
+        return positions.reshape(-1).astype(mx.int32)
+
+
+def llama3_freqs(
+    dims: int, base: float = 10000.0, *, factor: float, low: float = 1.0, high: float = 4.0, original: int = 8192
+) -> tuple[float, ...]:
+    """Inverse frequencies of Llama 3's longer context.
+
+    A pair that turns less than `low` times within `original` tokens is slowed
+    down by `factor`, one that turns more than `high` times is left alone, and
+    between the two the frequency is a mean weighted by the number of turns.
+    """
+    check_int("llama3_freqs", "dims", dims, 2)
+    check(dims % 2 == 0, "llama3_freqs", "dims", "must be even", dims)
+    check(factor > 0, "llama3_freqs", "factor", "must be positive", factor)
+    check(low < high, "llama3_freqs", "low", f"must be below `high` = {high}", low)
+    check_int("llama3_freqs", "original", original, 1)
+    plain = base ** (mx.arange(0, dims, 2) / dims)
+    turns = original / (2 * mx.pi * plain)
+    kept = mx.clip((turns - low) / (high - low), 0, 1)
+    return tuple(float(f) for f in plain / ((1 - kept) / factor + kept))
+
+
+def scaled_rope(
+    dims: int, base: float = 10000.0, *, traditional: bool = False, scaling: Mapping[str, Any] | None = None
+) -> Rope:
+    """The rotation that a model's `rope_scaling` entry asks for: none, "default", "linear" or "llama3"."""
+    if scaling is None:
+        return Rope(dims, base, traditional=traditional)
+    kind = scaling.get("type") or scaling.get("rope_type", "default")
+    check_choice("scaled_rope", "scaling", kind, ("default", "linear", "llama3"))
+    if kind == "default":
+        return Rope(dims, base, traditional=traditional)
+    check("factor" in scaling, "scaled_rope", "scaling", f"must have a `factor` for {kind!r}", dict(scaling))
+    if kind == "linear":
+        return Rope(dims, base, scale=1 / scaling["factor"], traditional=traditional)
+    freqs = llama3_freqs(
+        dims,
+        base,
+        factor=scaling["factor"],
+        low=scaling.get("low_freq_factor", 1.0),
+        high=scaling.get("high_freq_factor", 4.0),
+        original=scaling.get("original_max_position_embeddings", 8192),
+    )
+    return Rope(dims, base, traditional=traditional, freqs=freqs)
