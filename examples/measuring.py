@@ -245,5 +245,5 @@ def table_line(cells: Iterable[object]) -> str:
 
 
 def table_head(columns: Sequence[str]) -> str:
-    """The head of a Markdown table; all columns but the first lean right."""
-    return f"{table_line(columns)}\n{table_line(['---', *['---:'] * (len(columns) - 1)])}"
+    """The two lines above the first one."""
+    return f"{table_line(columns)}\n{table_line(['---'] * len(columns))}"

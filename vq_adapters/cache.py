@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from vq_adapters import batching, persistence
 from vq_adapters.steps import steps
-from vq_adapters.tagged import tag
+from vq_adapters.tagged import TaggedArray, tag
 from vq_functional.core.errors import check
 from vq_functional.core.spec import KVSpec
 from vq_functional.core.transform import Fill, Transform
@@ -77,8 +77,8 @@ class TransformKVCache:
     def attend(
         self,
         queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
+        keys: TaggedArray,
+        values: TaggedArray,
         scale: float,
         mask: Mask = None,
         sinks: mx.array | None = None,
@@ -128,7 +128,7 @@ class TransformKVCache:
     def from_state(cls, state: Sequence[mx.array], meta_state: Any = None) -> "TransformKVCache":
         """A cache from what `state` gave; raises QuantizerConfigError for anything else."""
         cache = cls.__new__(cls)
-        cache.state = state  # type: ignore[assignment]
+        cache.state = state
         return cache
 
     @property
@@ -336,7 +336,7 @@ class TransformKVCache:
         return mask if heads == 1 or self.query_heads is None else mx.repeat(mask, self.query_heads // heads, axis=1)
 
     def _counts(self, n: int) -> tuple[list[int], mx.array | None]:
-        """Tokens of a call of `n` that are no padding, by batch row; as an array too where right padding is announced."""
+        """Tokens of a call of `n` that are no padding, by batch row; as an array too where there is right padding."""
         if self._padding is not None:
             return [n - min(pad, n) for pad in self._padding], None
         if self._remaining is None:

@@ -77,7 +77,7 @@ def _patch_instances(model: nn.Module) -> list[Undo]:
         kind = type(module)
         methods = {name: method for name, method in _methods(kind) if _calls_attention(method)}
         if methods:
-            object.__setattr__(module, "__class__", _hooked_class(kind, tuple(methods.items())))
+            object.__setattr__(module, "__class__", _hooked_class(kind, tuple(methods.items())))  # type: ignore[arg-type]
             undos.append(functools.partial(object.__setattr__, module, "__class__", kind))
     return undos
 

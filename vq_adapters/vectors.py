@@ -75,7 +75,8 @@ class VectorKVCache(KVCache):
 
     def append(self, k: mx.array, v: mx.array) -> None:
         k, v = self._vector("append", "k", k), self._vector("append", "v", v)
-        check(not self._waiting, self._name("append"), "k", "must not come while a key waits for its value", k.shape)
+        waiting = f"{len(self._waiting)} waiting"
+        check(not self._waiting, self._name("append"), "k", "must not come while a key waits for its value", waiting)
         self._take(k, v)
 
     def attend(self, q: mx.array) -> mx.array:

@@ -43,10 +43,12 @@ class Answers:
             if not prompts and not responses:
                 return
 
-    def check(self, uid: int, expected: tuple[list[int], mx.array]) -> None:
+    def check(self, uid: int, expected: tuple[list[int], mx.array], transform: Transform) -> None:
         chosen, logits = expected
         assert self.tokens[uid] == chosen
-        assert mx.allclose(mx.stack(self.logprobs[uid]), log_probabilities(logits), rtol=1e-3, atol=1e-3)
+        # A batch adds in another order, so a number on the edge between two codes may take the other one.
+        tolerance = 0.01 * mx.std(logits).item() if transform.coded else 1e-3
+        assert mx.allclose(mx.stack(self.logprobs[uid]), log_probabilities(logits), atol=tolerance)
 
 
 def generator_for(model: Any, **sizes: int) -> BatchGenerator:
@@ -71,7 +73,7 @@ def test_a_batch_generator_answers_as_one_by_one(name: str, hooked: bool) -> Non
         uids = generator.insert(prompts, max_tokens=counts, caches=caches)
         answers.take(generator)
     for uid, answer in zip(uids, expected, strict=True):
-        answers.check(uid, answer)
+        answers.check(uid, answer, ALL[name])
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -87,7 +89,7 @@ def test_requests_join_and_leave_a_running_batch(name: str) -> None:
     generator.remove([first[0]])
     answers.take(generator)
     for uid, answer in zip((first[1], *second), expected[1:], strict=True):
-        answers.check(uid, answer)
+        answers.check(uid, answer, ALL[name])
     cut = answers.tokens[first[0]]
     assert 0 < len(cut) < 14
     assert cut == expected[0][0][: len(cut)]
@@ -115,7 +117,7 @@ def test_a_finished_request_goes_on_beside_a_fresh_one(name: str) -> None:
     )
     answers.take(generator)
     for uid, answer in zip(uids, expected, strict=True):
-        answers.check(uid, answer)
+        answers.check(uid, answer, ALL[name])
 
 
 @pytest.mark.parametrize("name", ["h2o", "kivi"])
@@ -128,7 +130,7 @@ def test_other_architectures_in_batches(architecture: str, name: str) -> None:
     uids = generator.insert(prompts, max_tokens=[6] * 3, caches=[cache_list(model, ALL[name]) for _ in prompts])
     answers.take(generator)
     for uid, answer in zip(uids, expected, strict=True):
-        answers.check(uid, answer)
+        answers.check(uid, answer, ALL[name])
 
 
 def generate(batch: Any, steps: int) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import importlib
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -95,7 +96,13 @@ def test_examples_run(page):
 
 @pytest.mark.parametrize(("page", "line", "code"), plain_blocks())
 def test_plain_blocks_compile(page, line, code):
-    compile("\n" * line + code, str(page), "exec")
+    """They compile, and what they import from this project is there."""
+    tree = ast.parse("\n" * line + code, str(page))
+    compile(tree, str(page), "exec")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("vq_"):
+            module = importlib.import_module(node.module)
+            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

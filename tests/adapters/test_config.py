@@ -1,0 +1,438 @@
+"""KVCacheConfig against the documented parameters, and what it makes of them."""
+
+import copy
+import dataclasses
+import inspect
+import json
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import pytest
+
+import vq_adapters
+import vq_functional as vq
+from vq_adapters import KVCacheConfig, QuantizerConfigError, TransformKVCache
+from vq_adapters.config import NO_EFFECT, SPEED_FIELDS
+from vq_adapters.documented import CONFIG_FIELDS, METHOD_NAMES, UNBUILT, fields_of, options_of
+from vq_adapters.names import ORDER, SHARED, field_of
+from vq_adapters.options import OPTIONS, options_fields
+from vq_functional.methods import METHODS, TABLE
+
+DOCUMENTED = json.loads(Path(__file__).with_name("documented_parameters.json").read_text())
+
+
+def plain(value: Any) -> Any:
+    """A default as the documentation's data writes it."""
+    if isinstance(value, dict):
+        return tuple(value["tuple"]) if "tuple" in value else value["list"]
+    return value
+
+
+PARAMETERS = {name: plain(default) for name, default in DOCUMENTED["parameters"]}
+
+# A value other than the default for every built method's documented fields.
+OTHER: dict[str, dict[str, Any]] = {
+    "streaming_llm": {"stream_n_sink": 3, "stream_window_size": 100},
+    "h2o": {"h2o_budget": 64, "h2o_n_sink": 3, "h2o_grace": 5, "h2o_decay": 0.5, "h2o_rope_base": 1e6},
+    "snapkv": {
+        "snap_budget": 99,
+        "snap_obs_window": 7,
+        "snap_n_sink": 2,
+        "snap_dtype": "float16",
+        "snap_batched_scoring": False,
+        "snap_backend": "reference",
+    },
+    "kivi": {"bit_width_inlier": 4, "kivi_group_size": 64, "residual_length": 96},
+    "turboquant_mse": {"bit_width_inlier": 3, "seed": 5},
+    "turboquant_rvq": {"bit_width_inlier": 3, "seed": 5},
+    "qjl": {"jl_dim": 256, "seed": 5},
+}
+# Another way of computing the same.
+SPEED: dict[str, Any] = {
+    "enable_vectorized_attend": False,
+    "enable_fused_query_dot": True,
+    "snap_backend": "reference",
+    "snap_batched_scoring": False,
+    "tova_backend": "mlx",
+    "pyramid_backend": "mlx",
+    "use_metal_kernels": False,
+    "fused_sdpa": True,
+    "fused_sdpa_max_ctx": 4096,
+    "fused_sdpa_memory_bound": True,
+}
+CHECKED = [method for method in OTHER if method in METHODS]
+
+
+def configured(**values: Any) -> KVCacheConfig:
+    """A configuration whose warnings are of no interest."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return KVCacheConfig(**values)
+
+
+def quiet(**values: Any) -> KVCacheConfig:
+    """A configuration that must not warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return KVCacheConfig(**values)
+
+
+class TestSignature:
+    def test_all_documented_parameters_in_their_order(self):
+        assert len(PARAMETERS) == 225
+        assert list(inspect.signature(KVCacheConfig).parameters) == list(PARAMETERS)
+        assert [field.name for field in dataclasses.fields(KVCacheConfig)] == list(PARAMETERS)
+
+    @pytest.mark.parametrize("name", PARAMETERS)
+    def test_documented_default(self, name):
+        wanted = PARAMETERS[name]
+        value = getattr(quiet(), name)
+        assert value == wanted
+        assert type(value) is type(wanted)
+        parameter = inspect.signature(KVCacheConfig).parameters[name]
+        assert parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        if name != "observers":
+            assert parameter.default == wanted
+
+    def test_observers_are_a_new_list_each_time(self):
+        assert KVCacheConfig().observers is not KVCacheConfig().observers
+
+    def test_values_go_by_position_too(self):
+        config = KVCacheConfig("turboquant_mse", 64, 3)
+        assert (config.method, config.head_dim, config.bit_width_inlier) == ("turboquant_mse", 64, 3)
+
+    def test_methods(self):
+        assert tuple(DOCUMENTED["methods"]) == METHOD_NAMES
+        assert set(METHODS) <= set(METHOD_NAMES)
+
+    def test_unknown_names_are_refused(self):
+        with pytest.raises(TypeError, match="h2o_budgets"):
+            KVCacheConfig(h2o_budgets=3)
+
+
+class TestNames:
+    def test_built_methods_have_left_the_list_of_the_others(self):
+        assert not set(UNBUILT) & set(METHODS)
+
+    @pytest.mark.parametrize("method", DOCUMENTED["methods"])
+    def test_defaults_agree_wherever_a_field_comes_from(self, method):
+        assert {field: PARAMETERS[field] for field in fields_of(method)} == fields_of(method)
+
+    @pytest.mark.parametrize(
+        ("method", "option", "field"),
+        [
+            ("h2o", "budget", "h2o_budget"),
+            ("snapkv", "obs_window", "snap_obs_window"),
+            ("streaming_llm", "window_size", "stream_window_size"),
+            ("kivi", "bits", "bit_width_inlier"),
+            ("kivi", "group_size", "kivi_group_size"),
+            ("kivi", "residual_length", "residual_length"),
+            ("turboquant_mse", "bits", "bit_width_inlier"),
+            ("turboquant_rvq", "seed", "seed"),
+            ("qjl", "jl_dim", "jl_dim"),
+            ("kivi_sink", "n_sink", "n_sink_tokens"),
+            ("pyramidkv", "beta", "pyramid_beta"),
+            ("knorm", "keep", "knorm_keep"),
+            ("snapkv", "pool_kernel", None),
+            ("h2o", "protect", None),
+            ("qjl", "sketch", None),
+            ("turboquant_rvq", "value_bits", None),
+            ("turboquant_rvq", "residual", None),
+        ],
+    )
+    def test_field_of_an_option(self, method, option, field):
+        assert field_of(method, option) == field
+
+    def test_every_field_comes_from_somewhere(self):
+        reached = {field for method in METHOD_NAMES for field in fields_of(method)}
+        assert reached | set(CONFIG_FIELDS) == set(ORDER)
+        assert len(set(ORDER)) == len(ORDER)
+
+
+class TestOptions:
+    def test_all_documented_classes(self):
+        assert len(DOCUMENTED["options_classes"]) == 37
+        for name in DOCUMENTED["options_classes"]:
+            assert getattr(vq_adapters, name).__name__ == name
+            assert name in vq_adapters.__all__
+        assert {kind.__name__ for kind in OPTIONS.values()} == set(DOCUMENTED["options_classes"])
+
+    @pytest.mark.parametrize("method", OPTIONS)
+    def test_fields_are_the_flat_ones(self, method):
+        options = OPTIONS[method]()
+        assert dataclasses.asdict(options) == {field: PARAMETERS[field] for field in options_fields(method)}
+        assert options_fields(method)
+
+    def test_fields_by_name(self):
+        vecinfer = ["key_sub_dim", "value_sub_dim", "key_codebook_bits", "value_codebook_bits", "residual_length"]
+        assert [field.name for field in dataclasses.fields(vq_adapters.VecInferOptions)] == vecinfer
+        assert set(options_fields("kivi")) == {"kivi_group_size", "residual_length"}
+        assert vq_adapters.H2OOptions(h2o_budget=256).h2o_budget == 256
+
+    @pytest.mark.parametrize("method", METHOD_NAMES)
+    def test_options_fill_the_flat_fields(self, method):
+        if method not in OPTIONS:
+            assert options_fields(method) == ()
+            return
+        field = next(field for field in options_fields(method) if isinstance(PARAMETERS[field], (int, float)))
+        value = 2 * PARAMETERS[field] or 1
+        config = quiet(method=method, options=OPTIONS[method](**{field: value}))
+        assert getattr(config, field) == value
+        assert config.options == OPTIONS[method](**{field: value})
+
+    def test_options_of_another_method(self):
+        with pytest.raises(QuantizerConfigError, match=r"h2o: `options` must be H2OOptions; got SnapKVOptions"):
+            KVCacheConfig(method="h2o", options=vq_adapters.SnapKVOptions())
+        with pytest.raises(QuantizerConfigError, match="turboquant_mse: `options`"):
+            KVCacheConfig(method="turboquant_mse", options=vq_adapters.KIVIOptions())
+
+    def test_bad_values_in_options_are_refused(self):
+        with pytest.raises(QuantizerConfigError, match="h2o: `decay`"):
+            KVCacheConfig(method="h2o", options=vq_adapters.H2OOptions(h2o_decay=2.0))
+
+    def test_options_survive_pickling(self):
+        options = vq_adapters.SnapKVOptions(snap_budget=9)
+        assert pickle.loads(pickle.dumps(options)) == options
+
+    def test_shared_field_beside_options(self):
+        config = quiet(method="kivi", residual_length=64, options=vq_adapters.KIVIOptions(kivi_group_size=64))
+        assert (config.residual_length, config.kivi_group_size) == (64, 64)
+
+
+class TestWarnings:
+    @pytest.mark.parametrize(("method", "field"), [("h2o", "h2o_budget"), ("snapkv", "snap_budget")])
+    def test_a_flat_field_names_the_options_class(self, method, field):
+        with pytest.warns(DeprecationWarning, match=rf"`{field}`.*{OPTIONS[method].__name__}\({field}=100\)") as caught:
+            config = KVCacheConfig(method=method, **{field: 100})
+        assert getattr(config, field) == 100
+        assert caught[0].filename == __file__
+
+    def test_a_flat_field_at_its_default_is_silent(self):
+        quiet(method="h2o", h2o_budget=512, tova_budget=512)
+
+    def test_shared_fields_are_silent(self):
+        quiet(method="kivi", bit_width_inlier=4, residual_length=64, head_dim=64, seed=7, capacity=100)
+        quiet(method="qjl", jl_dim=64, seed=7, head_dim=64, sliding_window=9)
+
+    def test_a_field_of_another_method(self):
+        with pytest.warns(DeprecationWarning, match=r"`tova_budget`.*TOVAOptions.*no effect on h2o"):
+            KVCacheConfig(method="h2o", tova_budget=3)
+
+    def test_a_shared_field_that_the_method_has_no_use_for(self):
+        with pytest.warns(UserWarning, match="`bit_width_inlier` has no effect on h2o"):
+            KVCacheConfig(method="h2o", bit_width_inlier=4)
+
+    def test_options_win_over_a_flat_field_and_say_so(self):
+        with pytest.warns(UserWarning, match=r"options give `h2o_budget`=64; not 100"):
+            config = KVCacheConfig(method="h2o", h2o_budget=100, options=vq_adapters.H2OOptions(h2o_budget=64))
+        assert config.h2o_budget == 64
+
+
+class TestCopies:
+    def test_replace(self):
+        config = quiet(method="h2o", options=vq_adapters.H2OOptions(h2o_budget=64))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            other = dataclasses.replace(config, seed=3)
+        assert (other.seed, other.h2o_budget, other.options) == (3, 64, config.options)
+        assert (config.seed, config.h2o_budget) == (42, 64)
+        assert dataclasses.replace(other, seed=42) == config
+
+    def test_replace_checks(self):
+        with pytest.raises(QuantizerConfigError, match="`head_dim`"):
+            dataclasses.replace(KVCacheConfig(), head_dim=0)
+
+    def test_copy_and_pickle(self):
+        config = quiet(method="qjl", jl_dim=64)
+        assert copy.deepcopy(config) == config
+        assert pickle.loads(pickle.dumps(config)) == config
+
+    def test_repr_shows_what_was_set(self):
+        assert repr(quiet(method="qjl", jl_dim=64)) == "KVCacheConfig(method='qjl', jl_dim=64)"
+
+
+class TestRules:
+    @pytest.mark.parametrize(
+        ("values", "field"),
+        [
+            ({"method": "nothing"}, "method"),
+            ({"method": None}, "method"),
+            ({"head_dim": 0}, "head_dim"),
+            ({"head_dim": 64.0}, "head_dim"),
+            ({"bit_width_inlier": 0}, "bit_width_inlier"),
+            ({"bit_width_inlier": 9}, "bit_width_inlier"),
+            ({"bit_width_inlier": "2"}, "bit_width_inlier"),
+            ({"bit_width_inlier": True}, "bit_width_inlier"),
+            ({"bit_width_inlier": []}, "bit_width_inlier"),
+            ({"bit_width_inlier": [2, 9]}, "bit_width_inlier"),
+            ({"bit_width_outlier": 0}, "bit_width_outlier"),
+            ({"jl_dim": 0, "method": "qjl"}, "jl_dim"),
+            ({"jl_dim": 48, "method": "qjl"}, "jl_dim"),
+            ({"n_calib_tokens": 0}, "n_calib_tokens"),
+            ({"seed": "0"}, "seed"),
+            ({"dtype": "float16"}, "dtype"),
+            ({"dtype": mx.int32}, "dtype"),
+            ({"capacity": 0}, "capacity"),
+            ({"sliding_window": 0, "method": "qjl"}, "sliding_window"),
+            ({"sliding_window": 2.5, "method": "qjl"}, "sliding_window"),
+            ({"sliding_window": -1, "method": "qjl"}, "sliding_window"),
+            ({"observers": None}, "observers"),
+            ({"residual_length": -1, "method": "kivi"}, "residual_length"),
+            ({"kivi_group_size": 0, "method": "kivi"}, "group_size"),
+            ({"enable_vectorized_attend": 1}, "enable_vectorized_attend"),
+            ({"use_metal_kernels": "yes"}, "use_metal_kernels"),
+            ({"h2o_budget": 0, "method": "h2o"}, "budget"),
+            ({"h2o_n_sink": 500, "method": "h2o"}, "budget"),
+            ({"snap_dtype": "int8", "method": "snapkv"}, "dtype"),
+            ({"stream_n_sink": 0, "stream_window_size": 0, "method": "streaming_llm"}, "window_size"),
+        ],
+    )
+    def test_refused_by_name(self, values, field):
+        with pytest.raises(QuantizerConfigError, match=f"`{field}`"):
+            configured(**values)
+
+    def test_form_of_words(self):
+        with pytest.raises(ValueError, match=r"^kivi: `head_dim` must be an integer >= 1; got 0$"):
+            KVCacheConfig(method="kivi", head_dim=0)
+
+    @pytest.mark.parametrize(
+        "values",
+        [
+            {"bit_width_outlier": 3},
+            {"n_outlier_channels": 4},
+            {"enable_outlier_two_stream": True},
+            {"n_calib_tokens": 100},
+            {"store": object()},
+            {"observers": [object()]},
+            {"n_sink_tokens": 4},
+            {"smooth_factors": mx.ones((4,))},
+            {"key_codebook": mx.ones((4, 2))},
+            {"value_codebook": mx.ones((4, 2))},
+        ],
+        ids=lambda values: next(iter(values)),
+    )
+    @pytest.mark.parametrize("method", CHECKED)
+    def test_no_field_is_without_effect_in_silence(self, method, values):
+        (field,) = values
+        assert field in NO_EFFECT
+        with pytest.raises(QuantizerConfigError, match=f"{method}: `{field}` has no effect"):
+            configured(method=method, **values)
+
+    def test_speed_fields(self):
+        assert set(SPEED) == set(SPEED_FIELDS)
+
+    @pytest.mark.parametrize("field", SPEED)
+    def test_speed_fields_change_no_result(self, field):
+        assert SPEED[field] != PARAMETERS[field]
+        for method in METHODS:
+            config = configured(method=method, **{field: SPEED[field]})
+            assert getattr(config, field) == SPEED[field]
+            assert config.transform() == KVCacheConfig(method=method).transform()
+
+    def test_metal(self, monkeypatch):
+        monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+        with pytest.raises(RuntimeError, match="`use_metal_kernels`"):
+            KVCacheConfig(use_metal_kernels=True)
+        assert KVCacheConfig(use_metal_kernels=False).transform() == KVCacheConfig().transform()
+        monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+        assert KVCacheConfig(use_metal_kernels=True).transform() == KVCacheConfig().transform()
+
+
+class TestTransform:
+    @pytest.mark.parametrize("method", TABLE, ids=lambda row: row.name)
+    def test_defaults_are_the_functional_ones(self, method):
+        assert quiet(method=method.name).transform() == method.build()
+
+    @pytest.mark.parametrize("method", CHECKED)
+    def test_values_reach_their_options(self, method):
+        assert set(fields_of(method)) == set(OTHER[method])
+        assert all(PARAMETERS[field] != value for field, value in OTHER[method].items())
+        names = {option: field_of(method, option) for option in options_of(method)}
+        options = {option: OTHER[method][field] for option, field in names.items() if field in OTHER[method]}
+        assert configured(method=method, **OTHER[method]).transform() == METHODS[method].build(**options)
+
+    @pytest.mark.parametrize("method", UNBUILT)
+    def test_a_method_that_is_not_built(self, method):
+        config = quiet(method=method)
+        with pytest.raises(QuantizerConfigError, match=f"{method}: `method` is documented but not built"):
+            config.transform()
+
+    @pytest.mark.parametrize("method", ["turboquant_mse", "turboquant_rvq", "qjl"])
+    def test_layers_have_their_own_seed(self, method):
+        config = quiet(method=method, seed=7)
+        assert config.transform(3) == METHODS[method].build(seed=10)
+        assert config.transform(3) == config.for_layer(3).transform()
+        assert config.seed == 7
+
+    @pytest.mark.parametrize("method", ["h2o", "kivi", "snapkv", "streaming_llm"])
+    def test_layers_without_a_seed_are_alike(self, method):
+        assert quiet(method=method).transform(3) == quiet(method=method).transform(0)
+
+    @pytest.mark.parametrize("bits", [[2, 4], (2, 4)])
+    def test_a_list_of_bits_is_for_layers(self, bits):
+        config = quiet(method="kivi", bit_width_inlier=bits)
+        with pytest.raises(QuantizerConfigError, match=r"kivi: `bit_width_inlier`.*for_model"):
+            config.transform()
+        assert config.for_layer(0, bits=4).transform() == vq.kivi(bits=4)
+
+    @pytest.mark.parametrize("method", ["turboquant_mse", "turboquant_rvq", "qjl"])
+    def test_sliding_window(self, method):
+        transform = quiet(method=method, sliding_window=9).transform()
+        assert attrs.evolve(transform, name="same") == vq.chain(
+            vq.streaming_llm_policy(n_sink=0, window_size=9), METHODS[method].build(), name="same"
+        )
+
+    @pytest.mark.parametrize("method", ["kivi", "h2o", "snapkv", "streaming_llm"])
+    def test_sliding_window_is_refused_by_name(self, method):
+        with pytest.raises(QuantizerConfigError, match=f"{method}: `sliding_window`"):
+            KVCacheConfig(method=method, sliding_window=9)
+
+
+class TestStorageDtype:
+    @staticmethod
+    def _rows(config: KVCacheConfig):
+        x = mx.random.normal((1, 2, 5, 32), mx.float32)
+        cache = TransformKVCache(config.transform())
+        keys, values = cache.update_and_fetch(x, x)
+        return cache._state.rows, keys, values, x
+
+    @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+    @pytest.mark.parametrize("method", ["h2o", "snapkv", "streaming_llm"])
+    def test_kept_rows(self, method, dtype):
+        rows, keys, values, x = self._rows(quiet(method=method, dtype=dtype))
+        assert rows.keys[0].dtype == rows.values[0].dtype == dtype
+        assert mx.array_equal(keys, x.astype(dtype).astype(mx.float32))
+        assert mx.array_equal(values, x.astype(dtype).astype(mx.float32))
+
+    def test_values_beside_codes(self):
+        rows, _, values, x = self._rows(quiet(method="turboquant_rvq", dtype=mx.float16))
+        assert rows.values[0].dtype == mx.float16
+        assert mx.array_equal(values, x.astype(mx.float16).astype(mx.float32))
+        plain = KVCacheConfig(method="turboquant_rvq").transform()
+        assert quiet(method="turboquant_rvq", dtype=mx.float16).transform().key == plain.key
+
+    def test_in_a_window(self):
+        transform = quiet(method="turboquant_rvq", dtype=mx.float16, sliding_window=8).transform()
+        assert transform.store.value == vq.PlainCodec("float16")
+
+    @pytest.mark.parametrize("method", ["kivi", "turboquant_mse", "qjl"])
+    def test_refused_where_it_can_do_nothing(self, method):
+        with pytest.raises(QuantizerConfigError, match=f"{method}: `dtype`"):
+            KVCacheConfig(method=method, dtype=mx.float16)
+
+    def test_two_names_for_one_dtype(self):
+        options = vq_adapters.SnapKVOptions(snap_dtype="float16")
+        quiet(method="snapkv", dtype=mx.float16, options=options)
+        with pytest.raises(QuantizerConfigError, match=r"`dtype` must agree"):
+            KVCacheConfig(method="snapkv", dtype=mx.bfloat16, options=options)
+
+
+def test_no_options_class_holds_a_field_of_the_configuration_itself():
+    shared = [field for fields in map(options_fields, OPTIONS) for field in fields if field in SHARED]
+    assert set(shared) == set(SHARED)
+    for method in OPTIONS:
+        assert not {"bit_width_inlier", "seed", "jl_dim"} & set(options_fields(method))

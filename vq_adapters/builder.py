@@ -1,0 +1,294 @@
+"""From a configuration to caches: one cache, a fluent builder, the cache list of a model, and a report on it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import cache as mlx_cache
+
+from vq_adapters.cache import TransformKVCache
+from vq_adapters.classes import CLASSES
+from vq_adapters.config import KVCacheConfig, check_field
+from vq_adapters.vectors import VECTOR_CLASSES, KVCache, SlidingWindowKVCache
+from vq_functional.core.errors import check
+from vq_functional.core.spec import KVSpec
+from vq_functional.core.transform import Transform
+from vq_functional.methods import TABLE
+
+# Methods that also have the per-vector API.
+STANDALONE_METHODS = frozenset(method.name for method in TABLE if "vectors" in method.traits)
+
+_ATTENTION = ("self_attn", "attn", "attention")
+_QUERY_HEADS = ("n_heads", "num_heads", "num_attention_heads", "n_head")
+_KV_HEADS = ("n_kv_heads", "num_kv_heads", "num_key_value_heads")
+
+# Models whose attention takes the number of rows for the number of tokens.
+_NO_EVICTION = {
+    "mlx_lm.models.afm7": "its last layers take query positions from the number of rows",
+    "mlx_lm.models.phi3small": "its block-sparse layers take positions from the order of rows",
+}
+
+# Why an entry of a model's own list is left as it is, by its class.
+_REASONS = {
+    "KVCache": "plain: latent attention, or not made by for_model",
+    "BatchKVCache": "plain: latent attention, or not made by for_model",
+    "RotatingKVCache": "bounded by the model's own window",
+    "BatchRotatingKVCache": "bounded by the model's own window",
+    "ChunkedKVCache": "bounded by the model's own chunks",
+    "ArraysCache": "recurrent state, no keys and values",
+    "CacheList": "several caches in one layer, some read by row number",
+    "ConcatenateKVCache": "read by row number",
+    "QuantizedKVCache": "quantized by mlx_lm",
+}
+
+
+class KVCacheFactory:
+    """One cache from a configuration."""
+
+    @staticmethod
+    def create(config: KVCacheConfig) -> KVCache | TransformKVCache:
+        """The documented class of the method; for the methods with a per-vector API, that one.
+
+        Raises QuantizerConfigError for a list of bit widths and for methods that are not built.
+        """
+        check(isinstance(config, KVCacheConfig), "KVCacheFactory", "config", "must be a KVCacheConfig", config)
+        if config.method not in STANDALONE_METHODS:
+            return _one_layer(config)
+        kind = VECTOR_CLASSES[config.method]
+        if config.sliding_window is None:
+            return kind(config)
+        whole = copy.copy(config)
+        whole.sliding_window = None
+        return SlidingWindowKVCache(kind(whole), config.sliding_window)
+
+
+class KVCacheBuilder:
+    """A configuration, value by value; every method returns the builder and checks what it is given."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+
+    def _with(self, **values: Any) -> KVCacheBuilder:
+        for field, value in values.items():
+            check_field("KVCacheBuilder", field, value)
+        self._values |= values
+        return self
+
+    def with_method(self, method: str) -> KVCacheBuilder:
+        """One of the documented method names."""
+        return self._with(method=method)
+
+    def with_head_dim(self, d: int) -> KVCacheBuilder:
+        """Head size, here a power of two; KVCacheConfig and `for_model` take others."""
+        check_field("KVCacheBuilder", "head_dim", d)
+        check(d & (d - 1) == 0, "KVCacheBuilder", "head_dim", "must be a power of two", d)
+        return self._with(head_dim=d)
+
+    def with_bit_width(self, inlier: int | Sequence[int], outlier: int | None = None) -> KVCacheBuilder:
+        """Bits a number; a list, one entry an attention layer, is for `for_model` and not for `build`."""
+        return self._with(bit_width_inlier=inlier, bit_width_outlier=outlier)
+
+    def with_jl_dim(self, m: int) -> KVCacheBuilder:
+        """Size of the sketch, here at most `head_dim`; KVCacheConfig takes larger ones."""
+        return self._with(jl_dim=m)
+
+    def with_n_outlier_channels(self, n: int) -> KVCacheBuilder:
+        """Channels held apart, fewer than `head_dim`."""
+        return self._with(n_outlier_channels=n)
+
+    def with_n_calib_tokens(self, n: int) -> KVCacheBuilder:
+        """Tokens seen before outlier channels are chosen."""
+        return self._with(n_calib_tokens=n)
+
+    def with_vectorized_attend(self, enabled: bool = True) -> KVCacheBuilder:
+        """A way of computing; results are the same."""
+        return self._with(enable_vectorized_attend=enabled)
+
+    def with_outlier_two_stream(self, enabled: bool = True) -> KVCacheBuilder:
+        """Outlier channels in a stream of their own."""
+        return self._with(enable_outlier_two_stream=enabled)
+
+    def with_fused_query_dot(self, enabled: bool = True) -> KVCacheBuilder:
+        """A way of computing; results are the same."""
+        return self._with(enable_fused_query_dot=enabled)
+
+    def with_seed(self, seed: int) -> KVCacheBuilder:
+        """Seed of rotations and sketches."""
+        return self._with(seed=seed)
+
+    def with_precision(self, dtype: mx.Dtype) -> KVCacheBuilder:
+        """Dtype of what is stored uncompressed."""
+        return self._with(dtype=dtype)
+
+    def with_capacity(self, max_tokens: int) -> KVCacheBuilder:
+        """Most tokens: per-vector caches then drop the oldest, the others refuse more."""
+        return self._with(capacity=max_tokens)
+
+    def with_artifact_store(self, store: Any) -> KVCacheBuilder:
+        """Where precomputed tables are kept."""
+        return self._with(store=store)
+
+    def with_observer(self, observer: Any) -> KVCacheBuilder:
+        """One more observer of quantization events."""
+        return self._with(observers=[*self._values.get("observers", []), observer])
+
+    def with_sliding_window(self, window_size: int) -> KVCacheBuilder:
+        """Hold the newest `window_size` tokens only."""
+        return self._with(sliding_window=window_size)
+
+    def config(self) -> KVCacheConfig:
+        """The configuration so far; raises QuantizerConfigError where its values don't go together."""
+        config = KVCacheConfig(**self._values)
+        sketch, outliers, rule = config.jl_dim, config.n_outlier_channels, f"`head_dim` = {config.head_dim}"
+        fits = sketch is None or sketch <= config.head_dim
+        check(fits, "KVCacheBuilder", "jl_dim", f"must be at most {rule}", sketch)
+        fits = outliers is None or outliers < config.head_dim
+        check(fits, "KVCacheBuilder", "n_outlier_channels", f"must be below {rule}", outliers)
+        return config
+
+    def build(self) -> KVCache | TransformKVCache:
+        """One cache; raises QuantizerConfigError where the values don't go together."""
+        return KVCacheFactory.create(self.config())
+
+    @staticmethod
+    def for_model(model: nn.Module, config: KVCacheConfig | Transform) -> list[Any]:
+        """The model's own cache list with every plain KV cache replaced.
+
+        What the model made of another class stays as it is (`report` tells which
+        and why), and so do latent keys and values. A transform serves all layers
+        alike. Raises QuantizerConfigError where nothing can be replaced, where a
+        list of bit widths has not one entry a replaced layer, and where the model
+        can't do with fewer rows than tokens.
+        """
+        known = isinstance(config, (KVCacheConfig, Transform))
+        check(known, "for_model", "config", "must be a KVCacheConfig or a Transform", config)
+        model = _language_model(model)
+        caches = list(mlx_cache.make_prompt_cache(model))
+        layers = _layers(model, len(caches))
+        places = [i for i, entry in enumerate(caches) if _replaceable(entry, layers[i])]
+        left = sorted({f"{row.used} ({row.reason})" for row in report(caches)})
+        check(len(places) > 0, "for_model", "model", "must have a plain KVCache to replace", left)
+        for place, bits in zip(places, _bits_by_layer(config, len(places)), strict=True):
+            caches[place] = _layer_cache(config, place, bits, _attention(layers[place]))
+        _check_eviction(model, caches[places[0]].transform)
+        return caches
+
+
+def _one_layer(config: KVCacheConfig) -> TransformKVCache:
+    if config.method in CLASSES:
+        return CLASSES[config.method](config)
+    return TransformKVCache(config.transform(), max_tokens=config.capacity)
+
+
+def _layer_cache(
+    config: KVCacheConfig | Transform, layer: int, bits: int | None, attention: nn.Module | None
+) -> TransformKVCache:
+    head_dim = _head_dim(attention)
+    if isinstance(config, Transform):
+        cache = TransformKVCache(config)
+    else:
+        cache = _one_layer(config.for_layer(layer, bits, head_dim))
+    cache.query_heads = _number(attention, _QUERY_HEADS)
+    if head_dim is not None:
+        # Refuses a head size at once, and makes the tables in this thread.
+        cache.transform.init_state(KVSpec(kv_heads=1, key_dim=head_dim, value_dim=head_dim, capacity=1))
+    return cache
+
+
+def _bits_by_layer(config: KVCacheConfig | Transform, count: int) -> list[int | None]:
+    bits = None if isinstance(config, Transform) else config.bit_width_inlier
+    if not isinstance(bits, (list, tuple)):
+        return [None] * count
+    rule = f"must have one entry for each of the {count} layers that are replaced"
+    check(len(bits) == count, "for_model", "bit_width_inlier", rule, bits)
+    return list(bits)
+
+
+def _check_eviction(model: nn.Module, transform: Transform) -> None:
+    reason = _NO_EVICTION.get(type(model).__module__)
+    check(reason is None or not transform.evicts, transform.name, "model", f"must keep all rows: {reason}", type(model))
+
+
+def _language_model(model: nn.Module) -> nn.Module:
+    """The part of a model that makes caches: of a vision-language model, its language model."""
+    inner = getattr(model, "language_model", None)
+    if hasattr(model, "make_cache") or inner is None:
+        return model
+    return _language_model(inner)
+
+
+def _layers(model: nn.Module, count: int) -> list[nn.Module]:
+    """The layer of each cache; the whole model where caches and layers don't match one to one."""
+    layers = getattr(model, "layers", None)
+    return list(layers) if layers is not None and len(layers) == count else [model] * count
+
+
+def _replaceable(entry: Any, layer: nn.Module) -> bool:
+    return type(entry) is mlx_cache.KVCache and not any(_holds_latents(module) for module in layer.modules())
+
+
+def _holds_latents(module: nn.Module) -> bool:
+    """Whether an attention module caches latent vectors; those that expand them first cache ordinary heads."""
+    return hasattr(module, "kv_lora_rank") and not hasattr(module, "kv_b_proj")
+
+
+def _attention(layer: nn.Module) -> nn.Module | None:
+    found = (getattr(layer, name, None) for name in _ATTENTION)
+    return next((module for module in found if isinstance(module, nn.Module)), None)
+
+
+def _head_dim(attention: nn.Module | None) -> int | None:
+    """Head size of an attention module, or None where it doesn't tell."""
+    size, heads = _number(attention, ("head_dim",)), _number(attention, _KV_HEADS)
+    weight = getattr(getattr(attention, "k_proj", None), "weight", None)
+    return size if size is not None or weight is None or heads is None else weight.shape[0] // heads
+
+
+def _number(module: nn.Module | None, names: Iterable[str]) -> int | None:
+    found = (getattr(module, name, None) for name in names)
+    return next((number for number in found if isinstance(number, int)), None)
+
+
+@attrs.frozen
+class LayerReport:
+    """What serves one layer."""
+
+    layer: int
+    used: str  # the method, or the class that the model made
+    reason: str  # why it is no compressed cache; empty where it is one
+    nbytes: int | None  # resident; None where the cache doesn't tell
+    tokens: int | None  # seen, the longest batch row; None where the cache doesn't count
+
+
+class Report(list[LayerReport]):
+    """One row a layer; prints as a table."""
+
+    def __str__(self) -> str:
+        head = ("layer", "used", "tokens", "bytes", "left as it is because")
+        body = [(row.layer, row.used, row.tokens, row.nbytes, row.reason) for row in self]
+        lines = [["" if cell is None else str(cell) for cell in line] for line in (head, *body)]
+        widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+        padded = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+        return "\n".join(line.rstrip() for line in padded)
+
+
+def report(caches: Iterable[Any]) -> Report:
+    """What serves each layer, why the others were left alone, and what all of them hold."""
+    return Report(_layer_report(layer, cache) for layer, cache in enumerate(caches))
+
+
+def _layer_report(layer: int, cache: Any) -> LayerReport:
+    if isinstance(cache, TransformKVCache):
+        return LayerReport(layer, cache.transform.name, "", cache.nbytes, max(fill.tokens for fill in cache._fills))
+    name, offset = type(cache).__name__, getattr(cache, "offset", None)
+    tokens = offset if isinstance(offset, int) else None
+    try:
+        held = cache.nbytes
+    except (AttributeError, NotImplementedError):
+        held = None
+    return LayerReport(layer, name, _REASONS.get(name, "a class of its own"), held, tokens)
