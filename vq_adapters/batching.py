@@ -24,8 +24,8 @@ def merge(caches: Sequence[TransformKVCache]) -> TransformKVCache:
         check(cache.transform == transform, "merge", "caches", "must be of one method and options", cache.transform)
     batch = caches[0]._fresh()
     batch._batched = True
-    batch._fills = [fill for cache in caches for fill in cache._fills]
     batch._state = _joined(transform, [(cache._settled_state(), len(cache._fills)) for cache in caches])
+    batch._fills = [fill for cache in caches for fill in cache._fills]
     return batch
 
 

@@ -101,16 +101,13 @@ class TransformKVCache:
         """Mask of the coming call of `N` tokens, as wide as what that call will return."""
         self._settle()
         if not self._uniform():
-            self._reserve(N)
-            blank = self._state is None
-            state = self._blank(len(self._fills), 1, 32, 32, mx.float16, N) if blank else self._state
-            return self._by_query_head(self.transform.make_mask(state, N, window=window_size))
+            return self._by_query_head(self.transform.make_mask(self._state_for(N), N, None, window_size))
         if window_size is None and not return_array:
             return None if N == 1 else "causal"
         rows = self._fills[0].rows
         if window_size is None or self._fills[0].tokens + N <= window_size:
             return lower_right(N, rows + N)
-        return self._by_query_head(self.transform.make_mask(self._state, N, self._fills[0], window_size))
+        return self._by_query_head(self.transform.make_mask(self._state_for(N), N, self._fills[0], window_size))
 
     # What mlx_lm's generation, prompt caches and server call
 
@@ -170,10 +167,10 @@ class TransformKVCache:
         return self._state is None
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What is held, as `update_and_fetch` would return it."""
+        """The rows that are held, in token order: after an evicting call fewer than that call returned."""
         self._settle()
         check(self._state is not None, self.transform.name, "keys", "are there only after an update", None)
-        return self.transform.read(self._state, self._fills[0] if self._uniform() else None)
+        return self.transform.read(self.transform.ordered(self._state), self._fills[0] if self._uniform() else None)
 
     @property
     def keys(self) -> mx.array | None:
@@ -321,12 +318,21 @@ class TransformKVCache:
         padding = None if self._padding is None else mx.array(self._padding, mx.int32)
         return self.transform.init_state(spec, padding)
 
+    def _state_for(self, n: int) -> Any:
+        """The state with room for `n` tokens; a blank one before the first call, whose shapes nobody knows yet."""
+        self._reserve(n)
+        if self._state is not None:
+            return self._state
+        return self._blank(len(self._fills), 1, 32, 32, mx.float16, n)
+
     def _reserve(self, n: int) -> None:
         if self._state is not None and self._room(n) > self.transform.capacity(self._state):
             self._state = self.transform.grow(self._state, self._capacity(n))
 
     def _room(self, n: int) -> int:
-        return max((self.transform.room(fill, n) for fill in self._fills), default=0)
+        counts = self._counts(n)[0]
+        rooms = (self.transform.room(fill, n, count) for fill, count in zip(self._fills, counts, strict=True))
+        return max(rooms, default=0)
 
     def _capacity(self, n: int) -> int:
         return max(-(-self._room(n) // STEP) * STEP, 1)

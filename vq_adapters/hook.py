@@ -73,18 +73,21 @@ def hooked(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 def _patch_instances(model: nn.Module) -> list[Undo]:
     undos: list[Undo] = []
+    kinds: dict[type, type] = {}
     for module in model.modules():
         kind = type(module)
-        methods = {name: method for name, method in _methods(kind) if _calls_attention(method)}
-        if methods:
-            object.__setattr__(module, "__class__", _hooked_class(kind, tuple(methods.items())))  # type: ignore[arg-type]
+        if kind not in kinds:
+            kinds[kind] = _hooked_class(kind)
+        if kinds[kind] is not kind:
+            object.__setattr__(module, "__class__", kinds[kind])
             undos.append(functools.partial(object.__setattr__, module, "__class__", kind))
     return undos
 
 
-@functools.lru_cache(maxsize=256)
-def _hooked_class(kind: Any, methods: tuple[tuple[str, Any], ...]) -> type:
-    return type(kind.__name__, (kind,), {name: _with_hook(method) for name, method in methods})
+def _hooked_class(kind: type) -> type:
+    """A subclass whose methods call the hook; `kind` itself where none calls attention."""
+    methods = {name: _with_hook(method) for name, method in _methods(kind) if _calls_attention(method)}
+    return type(kind.__name__, (kind,), methods) if methods else kind
 
 
 def _methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:

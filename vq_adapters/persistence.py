@@ -47,12 +47,27 @@ def header(cache: TransformKVCache) -> dict[str, Any]:
 def unpack(cache: TransformKVCache, arrays: Sequence[mx.array]) -> None:
     """Make `cache` what `pack` saw; raises QuantizerConfigError and leaves it as it was for anything else."""
     data = from_bytes(arrays)
-    transform = restore(data["transform"])
-    fills = [Fill(*numbers) for numbers in data["fills"]]
-    state = None if data["layout"] is None else _rebuilt(transform, data, arrays[1:])
-    cache._reset(transform, data["max_tokens"], data["query_heads"])
-    cache._state, cache._fills, cache._batched = state, fills, data["batched"]
-    cache._remaining, cache._padding = data["remaining"], data["padding"]
+    try:
+        transform = restore(data["transform"])
+        fills = [Fill(*counters) for counters in data["fills"]]
+        rest = {name: data[name] for name in ("max_tokens", "query_heads", "batched", "remaining", "padding")}
+        state = None if data["layout"] is None else _rebuilt(transform, data, arrays[1:])
+        _check_fills(transform, fills, state)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise QuantizerConfigError(f"state: `state` must have a whole description; got {error!r}") from error
+    check(state is not None or len(arrays) == 1, "state", "state", "must hold no arrays while empty", len(arrays))
+    cache._reset(transform, rest["max_tokens"], rest["query_heads"])
+    cache._state, cache._fills, cache._batched = state, fills, rest["batched"]
+    cache._remaining, cache._padding = rest["remaining"], rest["padding"]
+
+
+def _check_fills(transform: Transform, fills: list[Fill], state: Any) -> None:
+    for fill in fills:
+        numbers = attrs.astuple(fill)
+        counted = all(isinstance(number, int) and number >= 0 for number in numbers)
+        check(counted and fill.coded <= fill.rows <= fill.tokens, "state", "fills", "must be counters", numbers)
+        fits = fill == Fill() if state is None else transform.fits(state, fill)
+        check(fits, "state", "fills", "must not count past the arrays", numbers)
 
 
 def to_bytes(data: dict[str, Any]) -> mx.array:

@@ -85,8 +85,9 @@ class VectorKVCache(KVCache):
             return mx.zeros((self.head_dim,), self._dtype)
         state, transform = self._cache._settled_state(), self._transform
         if isinstance(transform, Evicting):
-            state = transform.kept(state)  # oldest first, so that a window's sums run as a fresh cache's
-        out = transform.attend(state, q[None, None, None], self.head_dim**-0.5, fill=self._cache._fills[0])
+            state = transform.ordered(state)  # oldest first, so that a window's sums run as a fresh cache's
+        q = q.astype(mx.float32)[None, None, None]
+        out = transform.attend(state, q, self.head_dim**-0.5, fill=self._cache._fills[0])
         return out[0, 0, 0].astype(self._dtype)
 
     def memory_bytes(self) -> int:

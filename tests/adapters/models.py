@@ -186,9 +186,10 @@ def tokens(length: int, seed: int = 0) -> list[int]:
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """One word a token: "t7" is 7. The end of text lies beyond the vocabulary, so that no model says it."""
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY + 1)}, unk_token="t1"))
+    known = {f"t{i}": i for i in range(VOCABULARY)} | {"<end>": VOCABULARY, "<unknown>": VOCABULARY + 1}
+    words = Tokenizer(models.WordLevel(known, unk_token="<unknown>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f"t{VOCABULARY}", unk_token="t1")
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", unk_token="<unknown>")
 
 
 def feed(model: nn.Module, caches: Sequence[Any], prompt: Sequence[int]) -> mx.array:

@@ -23,19 +23,17 @@ from vq_functional.core.tree import flatten
 def draw(n, seed):
     return mx.random.normal((1, 2, n, 64), key=mx.random.key(seed)).astype(mx.float16)
 
-spec = vq.KVSpec(kv_heads=2, key_dim=64, value_dim=64, capacity=64)
-transforms = vq.kivi(residual_length=8), vq.turboquant_mse(bits=3), vq.h2o(budget=16, grace=2)
-for transform in transforms:
-    for way in (transform, vq.compile(transform)):
-        state = way.init_state(spec)
-        state, *_ = transform.update(state, draw(39, 0), draw(39, 1))
-        digest = hashlib.sha256()
-        for step in range(2):
-            state, *rows = way.update(state, draw(1, 2 + step), draw(1, 8 + step))
-            for array in (*flatten(state)[0], *rows):
-                numbers = array.astype(mx.float32) if array.dtype == mx.bfloat16 else array
-                digest.update(np.array(numbers).tobytes())
-        print(transform.name, digest.hexdigest())
+spec = vq.KVSpec(kv_heads=2, key_dim=64, value_dim=64)
+transform = vq.chain(vq.streaming_llm_policy(n_sink=2, window_size=14), vq.rows(key=vq.int8_codec()))
+for way in (transform, vq.compile(transform)):
+    state = way.init_state(spec)
+    state, *_ = transform.update(state, draw(15, 0), draw(15, 1))
+    digest = hashlib.sha256()
+    for step in range(2):
+        state, *rows = way.update(state, draw(1, 2 + step), draw(1, 8 + step))
+        for array in (*flatten(state)[0], *rows):
+            digest.update(np.array(array).tobytes())
+    print(digest.hexdigest())
 """
 
 
@@ -177,7 +175,7 @@ def test_without_a_compiler_the_result_is_the_same(tmp_path: Path) -> None:
     usual = run_digests(os.path.dirname(compiler) if compiler else os.environ["PATH"], tmp_path / "with")
     bare = run_digests(str(empty), tmp_path / "without")
     assert usual == bare
-    lines = bare.splitlines()
-    assert len(lines) == 6 and lines[::2] == lines[1::2]
+    eager, compiled = bare.split()
+    assert eager == compiled
     assert not list((tmp_path / "without").rglob("*.so"))
     assert compiler is None or mx.metal.is_available() or list((tmp_path / "with").rglob("*.so"))

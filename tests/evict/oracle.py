@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -268,9 +269,12 @@ class Expected:
     offset: int
 
 
-def expect(head: Callable[[], Head], stream: Stream, calls: Sequence[Call]) -> tuple[list[dict], float]:
+Told: TypeAlias = dict[tuple[int, int], Expected]  # by batch row and head
+
+
+def expect(head: Callable[[], Head], stream: Stream, calls: Sequence[Call]) -> tuple[list[Told], float]:
     """By call, then by (batch row, head): what `head` says; and the smallest margin of all choices."""
-    told: list[dict] = [{} for _ in calls]
+    told: list[Told] = [{} for _ in calls]
     margin = math.inf
     for row in range(stream.batch):
         for index in range(stream.heads):
@@ -285,7 +289,7 @@ def expect(head: Callable[[], Head], stream: Stream, calls: Sequence[Call]) -> t
     return told, margin
 
 
-def compare(transform: Transform, told: list[dict], stream: Stream, calls: Sequence[Call], capacity: int = 1) -> None:
+def compare(transform: Transform, told: list[Told], stream: Stream, calls: Sequence[Call], capacity: int = 1) -> None:
     """Feed `calls` and check every call: rows shown, rows held, scores, offset and mask width."""
     left = any(call.left for call in calls)
     padding = [sum(call.width - call.counts[row] for call in calls) * left for row in range(stream.batch)]
@@ -313,9 +317,7 @@ def compare(transform: Transform, told: list[dict], stream: Stream, calls: Seque
         _check_held(transform, state, want, stream)
 
 
-def _check_shown(
-    columns: np.ndarray, keys: mx.array, values: mx.array, want: dict[tuple[int, int], Expected], stream: Stream
-) -> None:
+def _check_shown(columns: np.ndarray, keys: mx.array, values: mx.array, want: Told, stream: Stream) -> None:
     keys, values = to_numpy(keys), to_numpy(values)
     for (row, head), expected in want.items():
         position = columns[row, head]
@@ -325,8 +327,8 @@ def _check_shown(
         assert np.array_equal(values[row, head][real], stream.values[row, head][position[real]])
 
 
-def _check_held(transform: Transform, state, want: dict[tuple[int, int], Expected], stream: Stream) -> None:
-    ordered = transform.kept(state)
+def _check_held(transform: Transform, state: Any, want: Told, stream: Stream) -> None:
+    ordered = transform.ordered(state)
     keys, values = (to_numpy(x) for x in transform.read(ordered))
     for (row, head), expected in want.items():
         count = len(expected.held)
@@ -340,39 +342,41 @@ def _check_held(transform: Transform, state, want: dict[tuple[int, int], Expecte
             assert not scores[count:].any()
 
 
+def parts_of(stream: Stream, start: int, n: int) -> list[mx.array | None]:
+    """Keys, values and queries of `n` tokens."""
+    arrays = (stream.keys, stream.values, stream.queries)
+    return [None if x is None else mx.array(x[:, :, start : start + n]).astype(stream.dtype) for x in arrays]
+
+
 def feed(
     transform: Transform,
     stream: Stream,
     cuts: Sequence[int],
     capacity: int = 1,
     left_padding: Sequence[int] | None = None,
-):
+) -> Any:
     """The state after calls of `cuts` tokens."""
     padding = None if left_padding is None else mx.array(left_padding)
     state = transform.init_state(stream.spec(capacity), padding)
     return resume(transform, state, stream, cuts)
 
 
-def resume(transform: Transform, state, stream: Stream, cuts: Sequence[int], start: int = 0):
+def resume(transform: Transform, state: Any, stream: Stream, cuts: Sequence[int], start: int = 0) -> Any:
     """The state after further calls of `cuts` tokens, from token `start` of the stream on."""
     for n in cuts:
-        part = [
-            None if x is None else mx.array(x[:, :, start : start + n]).astype(stream.dtype)
-            for x in (stream.keys, stream.values, stream.queries)
-        ]
-        state, _, _ = transform.update(state, *part)
+        state, _, _ = transform.update(state, *parts_of(stream, start, n))
         start += n
     return state
 
 
-def held_positions(transform: Transform, state) -> list[list[list[int]]]:
+def held_positions(transform: Transform, state: Any) -> list[list[list[int]]]:
     """Positions held, rising, by batch row and head."""
-    return [[[i for i in head if i >= 0] for head in row] for row in transform.kept(state).position.tolist()]
+    return [[[i for i in head if i >= 0] for head in row] for row in transform.ordered(state).position.tolist()]
 
 
-def held_rows(transform: Transform, state) -> tuple[mx.array, mx.array, mx.array]:
+def held_rows(transform: Transform, state: Any) -> tuple[mx.array, mx.array, mx.array]:
     """Positions, keys and values held, rising; every head must hold equally many."""
-    ordered = transform.kept(state)
+    ordered = transform.ordered(state)
     counts = (ordered.position >= 0).sum(axis=-1)
     assert counts.min().item() == counts.max().item()
     keys, values = transform.read(ordered)
@@ -385,7 +389,7 @@ def equal(first: Sequence[mx.array], second: Sequence[mx.array]) -> bool:
     return all(mx.array_equal(x, y).item() for x, y in zip(first, second, strict=True))
 
 
-def same(first, second) -> bool:
+def same(first: Any, second: Any) -> bool:
     """Whether two states are equal bit for bit."""
     leaves, others = flatten(first), flatten(second)
     return leaves[1] == others[1] and equal(leaves[0], others[0])

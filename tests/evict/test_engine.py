@@ -19,6 +19,7 @@ from oracle import (
     held_positions,
     held_rows,
     make_stream,
+    parts_of,
     plain_calls,
     resume,
     same,
@@ -28,6 +29,7 @@ from oracle import (
 
 from vq_functional import (
     PlainCodec,
+    Policy,
     QuantizerConfigError,
     chain,
     h2o_policy,
@@ -41,6 +43,7 @@ from vq_functional import (
     turboquant_mse_codec,
     turboquant_rvq_codec,
 )
+from vq_functional.core.store import RowStore
 from vq_functional.core.transform import Fill
 from vq_functional.core.tree import flatten, map_leaves
 
@@ -66,19 +69,13 @@ PATTERN = [20, 1, 1, 1, 5, 1, 1, 17, 1, 1, 1, 1]  # prompts and single tokens in
 TOTAL = sum(PATTERN)
 
 
-def parts_of(stream: Stream, start: int, n: int) -> list[mx.array | None]:
-    """Keys, values and queries of `n` tokens."""
-    arrays = (stream.keys, stream.values, stream.queries)
-    return [None if x is None else mx.array(x[:, :, start : start + n]).astype(stream.dtype) for x in arrays]
-
-
 # Slots
 
 
 @CAPPED
 @EVERY_STORE
 @KINDS
-def test_decode_step_writes_one_slot_and_names_the_next(policy, store, group):
+def test_decode_step_writes_one_slot_and_names_the_next(policy: Policy, store: RowStore, group: int | None) -> None:
     transform, stream = chain(policy, store), make_stream(0, 60, batch=2, dim=64, group=group)
     state = feed(transform, stream, [30])
     assert transform.capacity(state) == BUDGET + 1
@@ -96,7 +93,7 @@ def test_decode_step_writes_one_slot_and_names_the_next(policy, store, group):
         assert mx.array_equal(state.position, mx.where(victim, -1, written))
 
 
-def test_appended_token_takes_the_first_free_slot():
+def test_appended_token_takes_the_first_free_slot() -> None:
     transform, stream = chain(POLICIES["snapkv"], rows()), make_stream(1, 60)
     state = feed(transform, stream, [30], capacity=42)
     for token in range(30, 60):
@@ -112,10 +109,12 @@ def test_appended_token_takes_the_first_free_slot():
 @ALL
 @pytest.mark.parametrize("store", [STORES["plain"], STORES["mse3"]], ids=["plain", "mse3"])
 @given(pattern=cuts())
-def test_sorted_view_is_in_token_order_with_rows_and_memory_in_step(policy, store, pattern):
+def test_sorted_view_is_in_token_order_with_rows_and_memory_in_step(
+    policy: Policy, store: RowStore, pattern: list[int]
+) -> None:
     transform, total = chain(policy, store), sum(pattern)
     state = feed(transform, make_stream(2, total, dim=64), pattern, capacity=total)
-    ordered = transform.kept(state)
+    ordered = transform.ordered(state)
     for head in range(2):
         position = ordered.position[0, head].tolist()
         count = sum(i >= 0 for i in position)
@@ -129,7 +128,7 @@ def test_sorted_view_is_in_token_order_with_rows_and_memory_in_step(policy, stor
 @ALL
 @KINDS
 @given(pattern=cuts(20))
-def test_empty_slot_remembers_nothing(policy, group, pattern):
+def test_empty_slot_remembers_nothing(policy: Policy, group: int | None, pattern: list[int]) -> None:
     transform, total = chain(policy, rows()), sum(pattern)
     stream = make_stream(3, total, group=group)
     state, start = transform.init_state(stream.spec(total)), 0
@@ -142,7 +141,7 @@ def test_empty_slot_remembers_nothing(policy, group, pattern):
 
 @ALL
 @given(pattern=cuts(20))
-def test_row_counts_follow_from_token_counts(policy, pattern):
+def test_row_counts_follow_from_token_counts(policy: Policy, pattern: list[int]) -> None:
     transform, total = chain(policy, rows()), sum(pattern)
     stream = make_stream(4, total, batch=2)
     state, fill, start = transform.init_state(stream.spec(total)), Fill(), 0
@@ -157,7 +156,7 @@ def test_row_counts_follow_from_token_counts(policy, pattern):
 
 
 @CAPPED
-def test_state_is_one_slot_more_than_the_budget(policy):
+def test_state_is_one_slot_more_than_the_budget(policy: Policy) -> None:
     transform, stream = chain(policy, rows()), make_stream(5, 50, batch=2, dim=16, value_dim=24, dtype=mx.float16)
     memory = 4 if policy.name == "h2o" else 0
     size = 2 * 2 * (BUDGET + 1) * ((16 + 24) * 2 + 4 + memory) + 2 * 4
@@ -170,7 +169,7 @@ def test_state_is_one_slot_more_than_the_budget(policy):
 
 @ALL
 @given(pattern=cuts(20))
-def test_view_without_empty_columns_is_stored_rows_then_new_ones(policy, pattern):
+def test_view_without_empty_columns_is_stored_rows_then_new_ones(policy: Policy, pattern: list[int]) -> None:
     transform, total = chain(policy, rows()), sum(pattern)
     stream = make_stream(6, total)
     state, fill, start = transform.init_state(stream.spec(total)), Fill(), 0
@@ -197,7 +196,7 @@ def test_view_without_empty_columns_is_stored_rows_then_new_ones(policy, pattern
 @pytest.mark.parametrize("window", [None, 1, 7])
 @pytest.mark.parametrize("n", [1, 6])
 @pytest.mark.parametrize("padding", [(0, 0), (0, 11)], ids=["full", "padded"])
-def test_mask_shows_rows_up_to_the_query(policy, window, n, padding):
+def test_mask_shows_rows_up_to_the_query(policy: Policy, window: int | None, n: int, padding: tuple[int, int]) -> None:
     transform, stream = chain(policy, rows()), make_stream(7, 40, batch=2)
     state = feed(transform, stream, PATTERN[:5], capacity=40, left_padding=padding)
     mask, columns = transform.make_mask(state, n, window=window), transform.positions_after(state, n)
@@ -213,7 +212,7 @@ def test_mask_shows_rows_up_to_the_query(policy, window, n, padding):
 @ALL
 @EVERY_STORE
 @pytest.mark.parametrize("group", [1, 2])
-def test_attention_is_exact_over_the_rows_shown(policy, store, group):
+def test_attention_is_exact_over_the_rows_shown(policy: Policy, store: RowStore, group: int | None) -> None:
     transform, stream = chain(policy, store), make_stream(8, TOTAL, dim=64, group=group)
     state, start, scale = transform.init_state(stream.spec(TOTAL)), 0, 0.125
     for n in PATTERN:
@@ -241,7 +240,7 @@ def test_attention_is_exact_over_the_rows_shown(policy, store, group):
 @EVERY_STORE
 @KINDS
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
-def test_survivors_are_never_encoded_again(policy, store, group, dtype):
+def test_survivors_are_never_encoded_again(policy: Policy, store: RowStore, group: int | None, dtype: mx.Dtype) -> None:
     transform = chain(policy, store)
     stream = make_stream(9, TOTAL, batch=2, dim=64, value_dim=32, group=group, dtype=dtype)
     state, start = transform.init_state(stream.spec(TOTAL)), 0
@@ -253,7 +252,7 @@ def test_survivors_are_never_encoded_again(policy, store, group, dtype):
         state, _, _ = transform.update(state, *came)
         start += n
     codes = [mx.concatenate(arrays, axis=2) for arrays in zip(*first)]
-    ordered = transform.kept(state)
+    ordered = transform.ordered(state)
     count = (ordered.position >= 0).sum(axis=-1).max().item()
     for leaf, whole in zip(flatten(ordered.rows)[0], codes):
         index = ordered.position[..., :count]
@@ -263,7 +262,7 @@ def test_survivors_are_never_encoded_again(policy, store, group, dtype):
 
 
 @given(seeds(), cuts(), st.sampled_from(["mse2", "mse3", "float16"]))
-def test_policy_sees_keys_as_the_store_gives_them_back(seed, pattern, name):
+def test_policy_sees_keys_as_the_store_gives_them_back(seed: int, pattern: list[int], name: str) -> None:
     store, chosen = STORES[name], {"budget": 12, "n_sink": 2, "grace": 3, "decay": 0.98}
     stream, calls = make_stream(seed, sum(pattern), dim=64, group=2), plain_calls(pattern, 1)
     decoded = []
@@ -279,42 +278,39 @@ def test_policy_sees_keys_as_the_store_gives_them_back(seed, pattern, name):
         state = resume(transform, state, stream, [n], start)
         start += n
         assert held_positions(transform, state) == [[want[0, head].held for head in range(2)]]
-    mass = to_numpy(transform.kept(state).memory)
+    mass = to_numpy(transform.ordered(state).memory)
     for head in range(2):
         scores = told[-1][0, head].scores
         np.testing.assert_allclose(mass[0, head, : len(scores)], scores, rtol=1e-3, atol=1e-5)
 
 
 @ALL
-def test_store_with_shared_scales_is_refused(policy):
+def test_store_with_shared_scales_is_refused(policy: Policy) -> None:
     with pytest.raises(QuantizerConfigError, match=rf"{policy.name}.*kivi.*`store`.*; got 'kivi'$"):
         chain(policy, kivi())
 
 
 @ALL
-def test_default_name_names_both_parts(policy):
+def test_default_name_names_both_parts(policy: Policy) -> None:
     assert chain(policy, rows(name="bed")).name == f"{policy.name} over bed"
     assert chain(policy, rows(), name="mine").name == "mine"
 
 
-# States
+# States and batches
 
 
 @ALL
-def test_call_without_tokens_changes_nothing(policy):
+def test_call_without_tokens_changes_nothing(policy: Policy) -> None:
     transform, stream = chain(policy, rows()), make_stream(12, 30)
     state = feed(transform, stream, [20], capacity=30)
     nothing = mx.zeros((1, 2, 0, 16))
     assert same(transform.update(state, nothing, nothing)[0], state)
 
 
-# Batches
-
-
 @ALL
 @KINDS
 @given(seed=seeds(), pattern=cuts(20))
-def test_batch_rows_and_heads_are_independent(policy, group, seed, pattern):
+def test_batch_rows_and_heads_are_independent(policy: Policy, group: int | None, seed: int, pattern: list[int]) -> None:
     transform, total = chain(policy, rows()), sum(pattern)
     stream = make_stream(seed, total, batch=3, heads=2, group=group)
     whole = flatten(feed(transform, stream, pattern, total))[0]
@@ -330,7 +326,7 @@ def test_batch_rows_and_heads_are_independent(policy, group, seed, pattern):
 
 
 @ALL
-def test_row_whose_prompt_is_over_waits_for_the_others(policy):
+def test_row_whose_prompt_is_over_waits_for_the_others(policy: Policy) -> None:
     transform, stream = chain(policy, rows()), make_stream(14, 40, batch=2)
     state = feed(transform, stream, [18, 1, 1], capacity=40)
     keys, values, _ = parts_of(stream, 20, 9)
@@ -340,7 +336,7 @@ def test_row_whose_prompt_is_over_waits_for_the_others(policy):
         assert after.offset.tolist() == [20, 20 + n]
         old, new = (map_leaves(lambda x: x[:1], s) for s in (state, after))
         assert equal(*(held_rows(transform, s) for s in (old, new)))
-        assert equal(*(flatten(transform.kept(s).memory)[0] for s in (old, new)))
+        assert equal(*(flatten(transform.ordered(s).memory)[0] for s in (old, new)))
 
 
 # Numbers
@@ -350,7 +346,9 @@ def test_row_whose_prompt_is_over_waits_for_the_others(policy):
 @KINDS
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
 @pytest.mark.parametrize("pattern", [[40], [1] * 40, [15, 1, 24]], ids=["once", "decode", "chunks"])
-def test_one_bad_row_harms_neither_scores_nor_other_sequences(policy, group, bad, pattern):
+def test_one_bad_row_harms_neither_scores_nor_other_sequences(
+    policy: Policy, group: int | None, bad: float, pattern: list[int]
+) -> None:
     transform, clean = chain(policy, rows()), make_stream(15, 40, batch=2, group=group)
     keys = clean.keys.copy()
     keys[0, :, 9] = bad

@@ -1,6 +1,8 @@
 """H2O: accumulated attention mass decides, by keys standing in and by real queries."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -35,7 +37,7 @@ GROUPS = st.sampled_from([None, 1, 2])  # queries a KV head; None: keys stand in
 
 
 @st.composite
-def options(draw: st.DrawFn, decays=(1.0, 0.98, 0.7)) -> dict:
+def options(draw: st.DrawFn, decays: tuple[float, ...] = (1.0, 0.98, 0.7)) -> dict[str, Any]:
     budget = draw(st.integers(1, 16))
     n_sink = draw(st.integers(0, min(3, budget - 1)))
     grace = draw(st.integers(0, min(6, budget - 1 - n_sink)))
@@ -43,7 +45,9 @@ def options(draw: st.DrawFn, decays=(1.0, 0.98, 0.7)) -> dict:
 
 
 @given(seeds(), options(), cuts(), GROUPS, st.integers(1, 2), st.integers(1, 3), st.sampled_from([2, 16, 64]))
-def test_rows_and_mass(seed, chosen, pattern, group, batch, heads, dim):
+def test_rows_and_mass(
+    seed: int, chosen: dict[str, Any], pattern: list[int], group: int | None, batch: int, heads: int, dim: int
+) -> None:
     stream = make_stream(seed, sum(pattern), batch=batch, heads=heads, dim=dim, value_dim=dim + 1, group=group)
     calls = plain_calls(pattern, batch)
     told, margin = expect(lambda: H2OHead(**chosen), stream, calls)
@@ -53,7 +57,7 @@ def test_rows_and_mass(seed, chosen, pattern, group, batch, heads, dim):
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("group", [None, 2], ids=["keys", "queries"])
-def test_scores_are_float32_for_half_precision_rows(dtype, group):
+def test_scores_are_float32_for_half_precision_rows(dtype: mx.Dtype, group: int | None) -> None:
     chosen = {"budget": 12, "n_sink": 2, "grace": 3, "decay": 0.98}
     stream = make_stream(0, 60, dim=64, group=group, dtype=dtype)
     calls = plain_calls([20, 1, 1, 9] + [1] * 29, 1)
@@ -63,7 +67,9 @@ def test_scores_are_float32_for_half_precision_rows(dtype, group):
 
 
 @given(seeds(), options(), st.data(), cuts(), GROUPS)
-def test_protected_spans_stay(seed, chosen, data, pattern, group):
+def test_protected_spans_stay(
+    seed: int, chosen: dict[str, Any], data: st.DataObject, pattern: list[int], group: int | None
+) -> None:
     free = chosen["budget"] - chosen["n_sink"] - chosen["grace"] - 1
     protect = data.draw(spans(free, first=chosen["n_sink"]))
     stream, calls = make_stream(seed, sum(pattern), group=group), plain_calls(pattern, 1)
@@ -98,7 +104,7 @@ def greedy(keys: np.ndarray, queries: np.ndarray | None, budget: int) -> list[in
 @pytest.mark.parametrize("group", [None, 1], ids=["keys", "queries"])
 @pytest.mark.parametrize("budget", [1, 3, 16])
 @pytest.mark.parametrize("seed", range(3))
-def test_token_by_token_is_the_papers_greedy_rule(seed, budget, group):
+def test_token_by_token_is_the_papers_greedy_rule(seed: int, budget: int, group: int | None) -> None:
     stream = make_stream(seed, 100, dim=32, group=group)
     transform = h2o(budget=budget, n_sink=0, grace=0, decay=1.0)
     held = held_positions(transform, feed(transform, stream, [1] * 100))
@@ -107,14 +113,14 @@ def test_token_by_token_is_the_papers_greedy_rule(seed, budget, group):
         assert held[0][head] == greedy(stream.keys[0, head].astype(np.float64), queries, budget)
 
 
-def test_without_grace_and_decay_standing_in_keys_never_let_a_new_row_in():
+def test_without_grace_and_decay_standing_in_keys_never_let_a_new_row_in() -> None:
     transform = h2o(budget=16, n_sink=0, grace=0, decay=1.0)
     state = feed(transform, make_stream(1, 100), [1] * 100)
     assert held_positions(transform, state) == [[list(range(16))] * 2]
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_grace_and_decay_let_new_rows_in(seed):
+def test_grace_and_decay_let_new_rows_in(seed: int) -> None:
     transform = h2o(budget=16, n_sink=4, grace=4, decay=0.98)
     state = feed(transform, make_stream(seed, 100, dim=64), [1] * 100)
     for held in held_positions(transform, state)[0]:
@@ -123,7 +129,7 @@ def test_grace_and_decay_let_new_rows_in(seed):
 
 @pytest.mark.parametrize("decay", [0.98, 0.3])
 @pytest.mark.parametrize("group", [None, 2], ids=["keys", "queries"])
-def test_one_free_place(group, decay):
+def test_one_free_place(group: int | None, decay: float) -> None:
     stream, calls = make_stream(3, 80, dim=64, group=group), plain_calls([40] + [1] * 40, 1)
     told, margin = expect(lambda: H2OHead(16, 4, 11, decay), stream, calls)
     assert margin > NEAR_TIE
@@ -139,7 +145,7 @@ def test_one_free_place(group, decay):
 
 
 @given(seeds(), options(decays=(1.0,)), cuts(), st.sampled_from([None, 2]))
-def test_each_token_gives_mass_one(seed, chosen, pattern, group):
+def test_each_token_gives_mass_one(seed: int, chosen: dict[str, Any], pattern: list[int], group: int | None) -> None:
     total = sum(pattern)
     transform = h2o(**chosen | {"budget": max(chosen["budget"], total)})
     state = feed(transform, make_stream(seed, total, batch=2, group=group), pattern)
@@ -147,7 +153,9 @@ def test_each_token_gives_mass_one(seed, chosen, pattern, group):
 
 
 @given(seeds(), options(), cuts(9), GROUPS)
-def test_cuts_before_any_eviction_change_nothing(seed, chosen, pattern, group):
+def test_cuts_before_any_eviction_change_nothing(
+    seed: int, chosen: dict[str, Any], pattern: list[int], group: int | None
+) -> None:
     total = sum(pattern)
     transform = h2o(**chosen | {"budget": max(chosen["budget"], total)})
     stream = make_stream(seed, total, group=group)
@@ -157,24 +165,26 @@ def test_cuts_before_any_eviction_change_nothing(seed, chosen, pattern, group):
     assert equal(held[0], held[1]) and equal(held[0], held[2])
     plain = rows()
     assert equal(held[0][1:], plain.read(feed(plain, stream, pattern, capacity=total)))
-    mass = [to_numpy(transform.kept(state).memory) for state in states]
+    mass = [to_numpy(transform.ordered(state).memory) for state in states]
     np.testing.assert_allclose(mass[0], mass[1], atol=1e-5)
     np.testing.assert_allclose(mass[0], mass[2], atol=1e-5)
 
 
 @given(seeds(), options(), GROUPS)
-def test_one_call_past_the_budget_by_one_row_equals_single_tokens(seed, chosen, group):
+def test_one_call_past_the_budget_by_one_row_equals_single_tokens(
+    seed: int, chosen: dict[str, Any], group: int | None
+) -> None:
     total = chosen["budget"] + 1
     stream, transform = make_stream(seed, total, group=group), h2o(**chosen)
     _, margin = expect(lambda: H2OHead(**chosen), stream, plain_calls([total], 1))
     assume(margin > NEAR_TIE)
     states = [feed(transform, stream, how) for how in ([total], [1] * total)]
     assert equal(*(held_rows(transform, state) for state in states))
-    np.testing.assert_allclose(*(to_numpy(transform.kept(state).memory) for state in states), atol=1e-5)
+    np.testing.assert_allclose(*(to_numpy(transform.ordered(state).memory) for state in states), atol=1e-5)
 
 
 @given(options(), cuts(20), GROUPS)
-def test_sinks_grace_and_budget(chosen, pattern, group):
+def test_sinks_grace_and_budget(chosen: dict[str, Any], pattern: list[int], group: int | None) -> None:
     transform, total = h2o(**chosen), sum(pattern)
     state = feed(transform, make_stream(4, total, batch=2, group=group), pattern)
     safe = {*range(min(chosen["n_sink"], total)), *range(max(total - chosen["grace"], 0), total)}
@@ -185,7 +195,7 @@ def test_sinks_grace_and_budget(chosen, pattern, group):
 
 @pytest.mark.parametrize("pattern", [[128], [1] * 128, [50, 1, 77]], ids=["once", "decode", "chunks"])
 @pytest.mark.parametrize("group", [None, 2], ids=["keys", "queries"])
-def test_defaults_hold_sinks_and_the_newest_rows(pattern, group):
+def test_defaults_hold_sinks_and_the_newest_rows(pattern: list[int], group: int | None) -> None:
     transform = h2o(budget=32)
     state = feed(transform, make_stream(5, 128, group=group), pattern)
     for held in held_positions(transform, state)[0]:
@@ -193,7 +203,7 @@ def test_defaults_hold_sinks_and_the_newest_rows(pattern, group):
 
 
 @given(seeds(), options(), right_padded(2), GROUPS)
-def test_right_padding_gives_no_mass(seed, chosen, calls, group):
+def test_right_padding_gives_no_mass(seed: int, chosen: dict[str, Any], calls: list[Call], group: int | None) -> None:
     stream = make_stream(seed, 60, batch=2, group=group)
     told, margin = expect(lambda: H2OHead(**chosen), stream, calls)
     assume(margin > NEAR_TIE)
@@ -201,7 +211,9 @@ def test_right_padding_gives_no_mass(seed, chosen, calls, group):
 
 
 @given(seeds(), options(), st.tuples(st.integers(0, 6), st.integers(0, 6)), cuts(), GROUPS)
-def test_left_padding_gives_no_mass(seed, chosen, padding, pattern, group):
+def test_left_padding_gives_no_mass(
+    seed: int, chosen: dict[str, Any], padding: tuple[int, int], pattern: list[int], group: int | None
+) -> None:
     calls = left_padded_calls([*pattern, 7], padding)
     stream = make_stream(seed, sum(pattern) + 7, batch=2, group=group)
     told, margin = expect(lambda: H2OHead(**chosen), stream, calls)
@@ -209,7 +221,7 @@ def test_left_padding_gives_no_mass(seed, chosen, padding, pattern, group):
     compare(h2o(**chosen), told, stream, calls)
 
 
-def test_padding_takes_no_sink_and_no_budget():
+def test_padding_takes_no_sink_and_no_budget() -> None:
     stream = make_stream(6, 25, batch=2)
     calls = left_padded_calls([13] + [1] * 12, (0, 5))
     told, margin = expect(lambda: H2OHead(8, 2, 3, 0.98), stream, calls)
@@ -218,7 +230,7 @@ def test_padding_takes_no_sink_and_no_budget():
 
 
 @pytest.mark.parametrize("pattern", [[30], [1] * 30, [13, 1, 16]], ids=["once", "decode", "chunks"])
-def test_equal_keys(pattern):
+def test_equal_keys(pattern: list[int]) -> None:
     chosen = {"budget": 7, "n_sink": 0, "grace": 2, "decay": 0.9}
     stream = make_stream(7, 30)
     stream = Stream(np.ones_like(stream.keys), stream.values, None, mx.float32)
@@ -234,7 +246,7 @@ def test_equal_keys(pattern):
     [[12], [1] * 12, [5, 7], [8, 1, 1, 2], [1] * 8 + [2], [1] * 9 + [3]],
     ids=str,
 )
-def test_of_equal_masses_the_later_rows_stay(pattern, group):
+def test_of_equal_masses_the_later_rows_stay(pattern: list[int], group: int | None) -> None:
     """Every query gives all its mass to row 0, so that all others have exactly none."""
     total = sum(pattern)
     keys = np.zeros((1, 1, total, 64), np.float32)
@@ -247,7 +259,7 @@ def test_of_equal_masses_the_later_rows_stay(pattern, group):
     compare(h2o(budget=4, n_sink=0, grace=0, decay=1.0), told, stream, calls)
 
 
-def test_kept_keys_are_never_rotated_again():
+def test_kept_keys_are_never_rotated_again() -> None:
     raw = mx.eye(64)[mx.arange(40) % 64][None, None]
     keys = mx.fast.rope(raw, 64, traditional=False, base=500000.0, scale=1.0, offset=0).astype(mx.float16)
     transform = h2o(budget=24, grace=4)
@@ -258,13 +270,13 @@ def test_kept_keys_are_never_rotated_again():
     assert mx.array_equal(held[0, 0], keys[0, 0][position[0, 0]])
 
 
-def test_rope_base_has_no_effect():
+def test_rope_base_has_no_effect() -> None:
     stream, pattern = make_stream(9, 40), [20, 1, 19]
     one, other = h2o(budget=9, n_sink=1, grace=2), h2o(budget=9, n_sink=1, grace=2, rope_base=1.0)
     assert same(feed(one, stream, pattern), feed(other, stream, pattern))
 
 
-def test_query_heads_of_a_group_are_averaged():
+def test_query_heads_of_a_group_are_averaged() -> None:
     """A group of equal query heads is as one of them."""
     one = make_stream(10, 40, group=1)
     three = Stream(one.keys, one.values, np.repeat(one.queries, 3, axis=1), mx.float32)
@@ -277,7 +289,7 @@ def test_query_heads_of_a_group_are_averaged():
 
 
 @pytest.mark.parametrize("group", [None, 2], ids=["keys", "queries"])
-def test_prompt_longer_than_a_block_of_queries(group):
+def test_prompt_longer_than_a_block_of_queries(group: int | None) -> None:
     chosen = {"budget": 20, "n_sink": 2, "grace": 4, "decay": 0.98}
     stream = make_stream(11, 270, heads=1, dim=8, group=group)
     calls = [Call(270, (270,))]
@@ -319,12 +331,12 @@ def test_prompt_longer_than_a_block_of_queries(group):
     ],
     ids=str,
 )
-def test_refuses_invalid_options(build, chosen, field):
+def test_refuses_invalid_options(build: Callable[..., Any], chosen: dict[str, Any], field: str) -> None:
     with pytest.raises(QuantizerConfigError, match=rf"^h2o: .*`{field}`.*; got "):
         build(**chosen)
 
 
-def test_smallest_budget_that_leaves_a_row_free():
+def test_smallest_budget_that_leaves_a_row_free() -> None:
     transform = h2o(budget=21)
     state = feed(transform, make_stream(12, 60), [40] + [1] * 20)
     assert held_positions(transform, state)[0][0][:4] == [0, 1, 2, 3]

@@ -1,5 +1,8 @@
 """SnapKV: the last queries of a prompt vote on its rows; single tokens are appended."""
 
+from collections.abc import Callable
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -7,6 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from oracle import (
     NEAR_TIE,
+    Call,
     SnapKVHead,
     Stream,
     compare,
@@ -36,7 +40,7 @@ KINDS = pytest.mark.parametrize("group", [None, 2], ids=["keys", "queries"])
 
 
 @st.composite
-def options(draw: st.DrawFn) -> dict:
+def options(draw: st.DrawFn) -> dict[str, Any]:
     """Any options that leave room for the window, forced or not."""
     obs_window, n_sink = draw(st.integers(1, 8)), draw(st.integers(0, 3))
     return {
@@ -49,7 +53,9 @@ def options(draw: st.DrawFn) -> dict:
 
 
 @given(seeds(), options(), cuts(30), GROUPS, st.integers(1, 2), st.integers(1, 3), st.sampled_from([2, 16, 64]))
-def test_rows_and_votes(seed, chosen, pattern, group, batch, heads, dim):
+def test_rows_and_votes(
+    seed: int, chosen: dict[str, Any], pattern: list[int], group: int | None, batch: int, heads: int, dim: int
+) -> None:
     total = sum(pattern)
     stream = make_stream(seed, total, batch=batch, heads=heads, dim=dim, value_dim=dim + 1, group=group)
     calls = plain_calls(pattern, batch)
@@ -60,7 +66,7 @@ def test_rows_and_votes(seed, chosen, pattern, group, batch, heads, dim):
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 @KINDS
-def test_votes_are_float32_for_half_precision_rows(dtype, group):
+def test_votes_are_float32_for_half_precision_rows(dtype: mx.Dtype, group: int | None) -> None:
     chosen = {"budget": 20, "obs_window": 8, "n_sink": 2}
     stream, calls = make_stream(0, 90, dim=64, group=group, dtype=dtype), plain_calls([60, 1, 1, 3, 25], 1)
     told, margin = expect(lambda: SnapKVHead(**chosen), stream, calls)
@@ -69,7 +75,9 @@ def test_votes_are_float32_for_half_precision_rows(dtype, group):
 
 
 @given(seeds(), options(), st.data(), cuts(30), GROUPS)
-def test_protected_spans_stay(seed, chosen, data, pattern, group):
+def test_protected_spans_stay(
+    seed: int, chosen: dict[str, Any], data: st.DataObject, pattern: list[int], group: int | None
+) -> None:
     protect = data.draw(spans(5, first=chosen["n_sink"]))
     chosen = chosen | {"budget": chosen["budget"] + sum(end - start for start, end in protect)}
     total = sum(pattern)
@@ -97,7 +105,7 @@ def one_shot(keys: np.ndarray, queries: np.ndarray, budget: int, window: int, ke
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize(("budget", "window"), [(24, 8), (40, 32), (9, 1)])
 @pytest.mark.parametrize("kernel", [None, 7])
-def test_one_call_is_the_papers_rule(budget, window, kernel, group):
+def test_one_call_is_the_papers_rule(budget: int, window: int, kernel: int | None, group: int | None) -> None:
     stream = make_stream(1, 120, dim=32, group=group)
     transform = snapkv(budget=budget, obs_window=window, n_sink=0, pool_kernel=kernel)
     held = held_positions(transform, feed(transform, stream, [120]))
@@ -107,7 +115,7 @@ def test_one_call_is_the_papers_rule(budget, window, kernel, group):
 
 
 @KINDS
-def test_window_of_one_query_is_tova(group):
+def test_window_of_one_query_is_tova(group: int | None) -> None:
     """The rows stay that the newest token attends to most."""
     stream = make_stream(2, 70, group=group)
     transform = snapkv(budget=16, obs_window=1, n_sink=4, pool_kernel=1, force_window=False)
@@ -122,14 +130,14 @@ def test_window_of_one_query_is_tova(group):
 
 
 @given(seeds(), options(), st.integers(2, 40), GROUPS)
-def test_votes_of_a_prompt_sum_to_one(seed, chosen, total, group):
+def test_votes_of_a_prompt_sum_to_one(seed: int, chosen: dict[str, Any], total: int, group: int | None) -> None:
     transform = snapkv(**chosen | {"budget": 64})
     state = feed(transform, make_stream(seed, total, batch=2, group=group), [total])
     np.testing.assert_allclose(to_numpy(state.memory.sum(axis=-1)), 1, rtol=1e-5)
 
 
 @given(seeds(), options(), st.lists(st.integers(2, 12), min_size=2, max_size=4))
-def test_votes_of_short_calls_share_the_window(seed, chosen, pattern):
+def test_votes_of_short_calls_share_the_window(seed: int, chosen: dict[str, Any], pattern: list[int]) -> None:
     """Before any eviction the votes of earlier calls make up for what a short call lacks."""
     total = sum(pattern)
     transform = snapkv(**chosen | {"budget": 64})
@@ -138,7 +146,9 @@ def test_votes_of_short_calls_share_the_window(seed, chosen, pattern):
 
 
 @given(options(), cuts(30), GROUPS)
-def test_budget_caps_prompts_and_single_tokens_come_on_top(chosen, pattern, group):
+def test_budget_caps_prompts_and_single_tokens_come_on_top(
+    chosen: dict[str, Any], pattern: list[int], group: int | None
+) -> None:
     transform, total = snapkv(**chosen), sum(pattern)
     stream = make_stream(3, total, batch=2, group=group)
     state, count, start = transform.init_state(stream.spec(total)), 0, 0
@@ -154,7 +164,7 @@ def test_budget_caps_prompts_and_single_tokens_come_on_top(chosen, pattern, grou
 
 
 @given(seeds(), options(), st.lists(st.integers(2, 30), min_size=1, max_size=4), GROUPS)
-def test_forced_window_stays(seed, chosen, pattern, group):
+def test_forced_window_stays(seed: int, chosen: dict[str, Any], pattern: list[int], group: int | None) -> None:
     transform, total = snapkv(**chosen | {"force_window": True}), sum(pattern)
     state = feed(transform, make_stream(seed, total, group=group), pattern)
     for held in held_positions(transform, state)[0]:
@@ -172,7 +182,7 @@ def test_forced_window_stays(seed, chosen, pattern, group):
     ],
     ids=str,
 )
-def test_of_equal_votes_the_earlier_rows_stay(chosen, kept, group):
+def test_of_equal_votes_the_earlier_rows_stay(chosen: dict[str, Any], kept: list[int], group: int | None) -> None:
     """Zero keys: all votes of keys are equal, and those of queries for all rows before the window."""
     transform = snapkv(budget=8, obs_window=3, n_sink=2, **chosen)
     stream = make_stream(4, 30, group=group)
@@ -180,7 +190,7 @@ def test_of_equal_votes_the_earlier_rows_stay(chosen, kept, group):
     assert held_positions(transform, feed(transform, stream, [30])) == [[kept] * 2]
 
 
-def test_pooling_counts_the_zeros_beyond_the_ends():
+def test_pooling_counts_the_zeros_beyond_the_ends() -> None:
     """Of equal votes those with fewer neighbours lose: the first two rows and those beside the window."""
     stream = make_stream(5, 12)
     stream = Stream(np.zeros_like(stream.keys), stream.values, None, mx.float32)
@@ -192,7 +202,7 @@ def test_pooling_counts_the_zeros_beyond_the_ends():
 
 @KINDS
 @pytest.mark.parametrize("total", [1, 3, 31, 32, 33])
-def test_prompt_within_the_budget_is_a_plain_cache(total, group):
+def test_prompt_within_the_budget_is_a_plain_cache(total: int, group: int | None) -> None:
     stream, transform, plain = make_stream(6, total, dim=64, group=group), snapkv(), rows()
     position, *held = held_rows(transform, feed(transform, stream, [total]))
     assert position.tolist() == [[list(range(total))] * 2]
@@ -200,7 +210,7 @@ def test_prompt_within_the_budget_is_a_plain_cache(total, group):
 
 
 @given(seeds(), options(), cuts(12), GROUPS)
-def test_long_budget_is_a_plain_cache(seed, chosen, pattern, group):
+def test_long_budget_is_a_plain_cache(seed: int, chosen: dict[str, Any], pattern: list[int], group: int | None) -> None:
     total = sum(pattern)
     transform, plain = snapkv(**chosen | {"budget": 200}), rows()
     stream = make_stream(seed, total, batch=2, group=group)
@@ -209,7 +219,9 @@ def test_long_budget_is_a_plain_cache(seed, chosen, pattern, group):
 
 
 @given(seeds(), options(), st.integers(1, 20), st.integers(8, 30), GROUPS)
-def test_last_cut_that_covers_the_window_changes_nothing(seed, chosen, first, second, group):
+def test_last_cut_that_covers_the_window_changes_nothing(
+    seed: int, chosen: dict[str, Any], first: int, second: int, group: int | None
+) -> None:
     """No call before it evicts, and it brings all voters."""
     chosen = chosen | {"budget": max(chosen["budget"], first)}
     transform, total = snapkv(**chosen), first + second
@@ -221,7 +233,7 @@ def test_last_cut_that_covers_the_window_changes_nothing(seed, chosen, first, se
 
 
 @KINDS
-def test_token_before_the_prompt_is_not_forgotten(group):
+def test_token_before_the_prompt_is_not_forgotten(group: int | None) -> None:
     stream, calls = make_stream(7, 45, group=group), plain_calls([1, 4, 1, 39], 1)
     told, margin = expect(lambda: SnapKVHead(12, 6, 1), stream, calls)
     assert margin > NEAR_TIE and 0 in told[-1][0, 0].held
@@ -229,7 +241,7 @@ def test_token_before_the_prompt_is_not_forgotten(group):
 
 
 @KINDS
-def test_decode_tail_grows_past_the_budget(group):
+def test_decode_tail_grows_past_the_budget(group: int | None) -> None:
     transform, stream = snapkv(budget=16, obs_window=8), make_stream(8, 164, group=group)
     state = feed(transform, stream, [64], capacity=100)
     prompt, fill = held_positions(transform, state), transform.settled(Fill(64, 64), 64)
@@ -247,14 +259,14 @@ def test_decode_tail_grows_past_the_budget(group):
 
 
 @KINDS
-def test_later_prompt_selects_among_kept_and_decoded_rows_alike(group):
+def test_later_prompt_selects_among_kept_and_decoded_rows_alike(group: int | None) -> None:
     stream, calls = make_stream(9, 110, group=group), plain_calls([50] + [1] * 20 + [40], 1)
     told, margin = expect(lambda: SnapKVHead(14, 6, 2), stream, calls)
     assert margin > NEAR_TIE
     compare(snapkv(budget=14, obs_window=6, n_sink=2), told, stream, calls, capacity=40)
 
 
-def test_call_past_the_capacity_returns_nan():
+def test_call_past_the_capacity_returns_nan() -> None:
     transform, stream = snapkv(budget=4, obs_window=1, n_sink=1), make_stream(10, 10)
     state = feed(transform, stream, [9])
     one = [mx.array(x[:, :, 9:]) for x in (stream.keys, stream.values)]
@@ -265,7 +277,7 @@ def test_call_past_the_capacity_returns_nan():
     assert not any(mx.isnan(x).any().item() for x in shown)
 
 
-def test_growing_changes_no_row():
+def test_growing_changes_no_row() -> None:
     transform, stream = snapkv(budget=9, obs_window=4), make_stream(11, 50, group=2)
     state = feed(transform, stream, [30])
     grown = transform.grow(state, 25)
@@ -275,7 +287,7 @@ def test_growing_changes_no_row():
 
 
 @pytest.mark.parametrize("pattern", [[128], [100, 28], [40, 1, 47, 40]], ids=str)
-def test_defaults_hold_sinks_and_the_newest_row(pattern):
+def test_defaults_hold_sinks_and_the_newest_row(pattern: list[int]) -> None:
     transform = snapkv(budget=32)
     state = feed(transform, make_stream(12, 128, group=2), pattern, capacity=40)
     for held in held_positions(transform, state)[0]:
@@ -283,7 +295,9 @@ def test_defaults_hold_sinks_and_the_newest_row(pattern):
 
 
 @given(seeds(), options(), right_padded(2, longest=14), GROUPS)
-def test_right_padding_is_neither_voter_nor_row(seed, chosen, calls, group):
+def test_right_padding_is_neither_voter_nor_row(
+    seed: int, chosen: dict[str, Any], calls: list[Call], group: int | None
+) -> None:
     stream = make_stream(seed, 90, batch=2, group=group)
     told, margin = expect(lambda: SnapKVHead(**chosen), stream, calls)
     assume(margin > NEAR_TIE)
@@ -291,7 +305,9 @@ def test_right_padding_is_neither_voter_nor_row(seed, chosen, calls, group):
 
 
 @given(seeds(), options(), st.tuples(st.integers(0, 6), st.integers(0, 6)), cuts(12), GROUPS)
-def test_left_padding_is_neither_voter_nor_row(seed, chosen, padding, pattern, group):
+def test_left_padding_is_neither_voter_nor_row(
+    seed: int, chosen: dict[str, Any], padding: tuple[int, int], pattern: list[int], group: int | None
+) -> None:
     calls = left_padded_calls([*pattern, 7], padding)
     stream = make_stream(seed, sum(pattern) + 7, batch=2, group=group)
     told, margin = expect(lambda: SnapKVHead(**chosen), stream, calls)
@@ -300,14 +316,14 @@ def test_left_padding_is_neither_voter_nor_row(seed, chosen, padding, pattern, g
 
 
 @KINDS
-def test_padding_takes_no_sink_and_no_budget(group):
+def test_padding_takes_no_sink_and_no_budget(group: int | None) -> None:
     stream, calls = make_stream(13, 37, batch=2, group=group), left_padded_calls([25] + [1] * 12, (0, 5))
     told, margin = expect(lambda: SnapKVHead(8, 4, 2), stream, calls)
     assert margin > NEAR_TIE
     compare(snapkv(budget=8, obs_window=4, n_sink=2), told, stream, calls, capacity=20)
 
 
-def test_left_padded_prompt_of_one_token_votes_like_the_token_alone():
+def test_left_padded_prompt_of_one_token_votes_like_the_token_alone() -> None:
     """The next call is shorter than the window, so that the stored votes count."""
     chosen = {"budget": 2, "obs_window": 6, "n_sink": 0, "pool_kernel": 1, "force_window": False}
     stream, calls = make_stream(14, 5, group=1), left_padded_calls([4, 4], (3,))
@@ -316,7 +332,7 @@ def test_left_padded_prompt_of_one_token_votes_like_the_token_alone():
     compare(snapkv(**chosen), told, stream, calls)
 
 
-def test_short_last_chunk_of_a_padded_batch_keeps_all_rows():
+def test_short_last_chunk_of_a_padded_batch_keeps_all_rows() -> None:
     """One row's prompt ends with a chunk of one token, which evicts nothing, as if it were alone."""
     stream, lengths = make_stream(15, 8, batch=2, heads=1), [8, 5]
     transform = snapkv(budget=4, obs_window=1, n_sink=1)
@@ -335,7 +351,7 @@ def test_short_last_chunk_of_a_padded_batch_keeps_all_rows():
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
 @pytest.mark.parametrize("storage", ["auto", "float16"])
-def test_storage_dtype(dtype, storage):
+def test_storage_dtype(dtype: mx.Dtype, storage: str) -> None:
     transform, stream = snapkv(budget=10, obs_window=4, dtype=storage), make_stream(16, 40, dtype=dtype)
     state = feed(transform, stream, [40])
     stored = dtype if storage == "auto" else mx.float16
@@ -351,7 +367,7 @@ def test_storage_dtype(dtype, storage):
 @pytest.mark.parametrize(
     "chosen", [{"backend": name} for name in ("mlx", "metal", "reference")] + [{"batched_scoring": False}], ids=str
 )
-def test_accepted_options_change_nothing(chosen):
+def test_accepted_options_change_nothing(chosen: dict[str, Any]) -> None:
     stream, common = make_stream(17, 60, group=2), {"budget": 12, "obs_window": 5}
     one, other = snapkv(**common), snapkv(**common, **chosen)
     assert same(feed(one, stream, [40, 20]), feed(other, stream, [40, 20]))
@@ -392,6 +408,6 @@ def test_accepted_options_change_nothing(chosen):
     ],
     ids=str,
 )
-def test_refuses_invalid_options(build, chosen, field):
+def test_refuses_invalid_options(build: Callable[..., Any], chosen: dict[str, Any], field: str) -> None:
     with pytest.raises(QuantizerConfigError, match=rf"^snapkv: .*`{field}`.*; got "):
         build(**chosen)

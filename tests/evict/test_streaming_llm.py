@@ -1,10 +1,14 @@
 """StreamingLLM: sinks and a window of the newest rows, exactly."""
 
+from collections.abc import Callable
+from typing import Any
+
 import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import (
+    Call,
     StreamingLLMHead,
     compare,
     cuts,
@@ -34,7 +38,9 @@ def kept(n_sink: int, window: int, offset: int) -> list[int]:
 
 
 @given(seeds(), SIZES, cuts(20), st.integers(1, 2), st.integers(1, 3), st.sampled_from([1, 3, 32, 64]))
-def test_sinks_and_window(seed, sizes, pattern, batch, heads, dim):
+def test_sinks_and_window(
+    seed: int, sizes: tuple[int, int], pattern: list[int], batch: int, heads: int, dim: int
+) -> None:
     n_sink, window = sizes
     stream = make_stream(seed, sum(pattern), batch=batch, heads=heads, dim=dim, value_dim=dim + 1)
     calls = plain_calls(pattern, batch)
@@ -45,7 +51,9 @@ def test_sinks_and_window(seed, sizes, pattern, batch, heads, dim):
 
 
 @given(seeds(), SIZES, st.data(), cuts(20))
-def test_protected_spans_stay_beside_the_window(seed, sizes, data, pattern):
+def test_protected_spans_stay_beside_the_window(
+    seed: int, sizes: tuple[int, int], data: st.DataObject, pattern: list[int]
+) -> None:
     n_sink, window = sizes
     protect = data.draw(spans(8, first=n_sink))
     stream, calls = make_stream(seed, sum(pattern)), plain_calls(pattern, 1)
@@ -55,7 +63,9 @@ def test_protected_spans_stay_beside_the_window(seed, sizes, data, pattern):
 
 @pytest.mark.parametrize("protect", [[(6, 9)], [(0, 4)], [(0, 3), (7, 8)], [(5, 8), (6, 9)], [(5, 7), (5, 7)]], ids=str)
 @pytest.mark.parametrize("pattern", [[40], [1] * 40, [13, 1, 26]], ids=["once", "decode", "chunks"])
-def test_window_is_as_long_as_asked_for_once_the_spans_have_passed(protect, pattern):
+def test_window_is_as_long_as_asked_for_once_the_spans_have_passed(
+    protect: list[tuple[int, int]], pattern: list[int]
+) -> None:
     transform = streaming_llm(n_sink=2, window_size=6, protect=protect)
     state = feed(transform, make_stream(0, 40), pattern)
     spared = {i for start, end in protect for i in range(start, end)}
@@ -63,7 +73,7 @@ def test_window_is_as_long_as_asked_for_once_the_spans_have_passed(protect, patt
 
 
 @given(seeds(), SIZES, cuts(20))
-def test_any_cut_gives_the_same_rows_bit_for_bit(seed, sizes, pattern):
+def test_any_cut_gives_the_same_rows_bit_for_bit(seed: int, sizes: tuple[int, int], pattern: list[int]) -> None:
     n_sink, window = sizes
     transform = streaming_llm(n_sink=n_sink, window_size=window)
     stream = make_stream(seed, sum(pattern), batch=2, dtype=mx.bfloat16)
@@ -72,7 +82,7 @@ def test_any_cut_gives_the_same_rows_bit_for_bit(seed, sizes, pattern):
 
 
 @given(seeds(), cuts(9), st.integers(0, 4))
-def test_long_window_is_a_plain_cache(seed, pattern, n_sink):
+def test_long_window_is_a_plain_cache(seed: int, pattern: list[int], n_sink: int) -> None:
     total = sum(pattern)
     stream, calls = make_stream(seed, total, batch=2), plain_calls(pattern, 2)
     transform, plain = streaming_llm(n_sink=n_sink, window_size=max(total - n_sink, 1)), rows()
@@ -84,20 +94,20 @@ def test_long_window_is_a_plain_cache(seed, pattern, n_sink):
 
 
 @given(cuts(20), st.integers(1, 9))
-def test_no_sinks_is_a_sliding_window(pattern, window):
+def test_no_sinks_is_a_sliding_window(pattern: list[int], window: int) -> None:
     transform, total = streaming_llm(n_sink=0, window_size=window), sum(pattern)
     state = feed(transform, make_stream(1, total), pattern)
     assert held_positions(transform, state) == [[list(range(max(total - window, 0), total))] * 2]
 
 
 @given(cuts(20), st.integers(1, 5))
-def test_no_window_keeps_only_sinks(pattern, n_sink):
+def test_no_window_keeps_only_sinks(pattern: list[int], n_sink: int) -> None:
     transform = streaming_llm(n_sink=n_sink, window_size=0)
     state = feed(transform, make_stream(2, sum(pattern)), pattern)
     assert held_positions(transform, state) == [[list(range(min(n_sink, sum(pattern))))] * 2]
 
 
-def test_queries_change_nothing():
+def test_queries_change_nothing() -> None:
     transform, stream = streaming_llm(n_sink=2, window_size=5), make_stream(3, 30, group=2)
     silent = make_stream(3, 30)
     assert mx.array_equal(mx.array(stream.keys), mx.array(silent.keys))
@@ -105,7 +115,7 @@ def test_queries_change_nothing():
     assert same(feed(transform, stream, pattern), feed(transform, silent, pattern))
 
 
-def test_call_longer_than_the_window_returns_all_its_rows():
+def test_call_longer_than_the_window_returns_all_its_rows() -> None:
     transform, stream = streaming_llm(n_sink=1, window_size=3), make_stream(4, 50)
     keys, values = mx.array(stream.keys), mx.array(stream.values)
     columns = transform.positions_after(transform.init_state(stream.spec()), 50)
@@ -115,14 +125,14 @@ def test_call_longer_than_the_window_returns_all_its_rows():
     assert held_positions(transform, state) == [[[0, 47, 48, 49]] * 2]
 
 
-def test_offset_goes_on_when_the_window_is_full():
+def test_offset_goes_on_when_the_window_is_full() -> None:
     transform = streaming_llm(n_sink=4, window_size=28)
     state = feed(transform, make_stream(5, 264), [64] + [1] * 200)
     assert state.offset.tolist() == [264]
     assert held_positions(transform, state) == [[kept(4, 28, 264)] * 2]
 
 
-def test_trim_is_refused_and_an_old_state_is_the_way_back():
+def test_trim_is_refused_and_an_old_state_is_the_way_back() -> None:
     transform, stream = streaming_llm(n_sink=4, window_size=28), make_stream(6, 103)
     assert not transform.trimmable
     state = feed(transform, stream, [60] + [1] * 40)
@@ -135,14 +145,14 @@ def test_trim_is_refused_and_an_old_state_is_the_way_back():
 
 
 @pytest.mark.parametrize("pattern", [[128], [1] * 128, [50, 1, 77]], ids=["once", "decode", "chunks"])
-def test_defaults_hold_sinks_and_the_newest_row(pattern):
+def test_defaults_hold_sinks_and_the_newest_row(pattern: list[int]) -> None:
     transform = streaming_llm(window_size=28)
     state = feed(transform, make_stream(8, 128), pattern)
     assert held_positions(transform, state) == [[kept(4, 28, 128)] * 2]
 
 
 @given(SIZES, right_padded(2))
-def test_right_padding_is_never_held(sizes, calls):
+def test_right_padding_is_never_held(sizes: tuple[int, int], calls: list[Call]) -> None:
     n_sink, window = sizes
     stream = make_stream(9, 60, batch=2)
     told, _ = expect(lambda: StreamingLLMHead(n_sink, window), stream, calls)
@@ -150,7 +160,7 @@ def test_right_padding_is_never_held(sizes, calls):
 
 
 @given(SIZES, st.tuples(st.integers(0, 6), st.integers(0, 6)), cuts())
-def test_left_padding_is_never_held(sizes, padding, pattern):
+def test_left_padding_is_never_held(sizes: tuple[int, int], padding: tuple[int, int], pattern: list[int]) -> None:
     n_sink, window = sizes
     calls = left_padded_calls([*pattern, 7], padding)
     stream = make_stream(10, sum(pattern) + 7, batch=2)
@@ -158,7 +168,7 @@ def test_left_padding_is_never_held(sizes, padding, pattern):
     compare(streaming_llm(n_sink=n_sink, window_size=window), told, stream, calls)
 
 
-def test_padding_takes_no_sink_and_no_budget():
+def test_padding_takes_no_sink_and_no_budget() -> None:
     stream = make_stream(11, 25, batch=2)
     calls = left_padded_calls([13] + [1] * 12, (0, 5))
     told, _ = expect(lambda: StreamingLLMHead(2, 6), stream, calls)
@@ -188,6 +198,6 @@ def test_padding_takes_no_sink_and_no_budget():
     ],
     ids=str,
 )
-def test_refuses_invalid_options(build, options, field):
+def test_refuses_invalid_options(build: Callable[..., Any], options: dict[str, Any], field: str) -> None:
     with pytest.raises(QuantizerConfigError, match=rf"^streaming_llm: .*`{field}`.*; got "):
         build(**options)

@@ -193,7 +193,7 @@ def batch_row(tree: Any, index: int) -> Any:
 
 def in_order(transform: Transform, state: Any) -> Any:
     """The state with its rows in token order."""
-    return transform.kept(state) if transform.evicts else state
+    return transform.ordered(state) if transform.evicts else state
 
 
 def live(transform: Transform, run: Run) -> tuple[mx.array, ...]:

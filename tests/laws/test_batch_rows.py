@@ -241,6 +241,30 @@ def test_prepared_right_padding(subject: Subject) -> None:
 
 
 @over()
+def test_attention_of_a_ragged_batch(subject: Subject) -> None:
+    """Mask and rows together: each row's outputs are those that it would have alone."""
+    transform, padding, calls = subject.transform, [0, 5], [12, 30, 1, 1]
+    singles = [keys_and_values(ALONE, sum(calls) - pad, seed=i) for i, pad in enumerate(padding)]
+    keys, values = (padded([single[i] for single in singles], padding, [0, 0], 30 + i) for i in range(2))
+    queries = tokens(sum(calls), 7, heads=4)
+    batch = TransformKVCache(transform)
+    batch.prepare(left_padding=padding)
+    alone = [TransformKVCache(transform) for _ in padding]
+    for span in spans(calls):
+        n = span.stop - span.start
+        mask = batch.make_mask(n)
+        held = batch.update_and_fetch(keys[:, :, span], values[:, :, span])
+        together = batch.attend(queries[:, :, span], *held, 0.125, mask)
+        for index, pad in enumerate(padding):
+            row, own = slice(index, index + 1), slice(max(span.start, pad), span.stop)
+            held = alone[index].update_and_fetch(keys[row, :, own], values[row, :, own])
+            causal = None if own.stop - own.start == 1 else "causal"
+            want = alone[index].attend(queries[row, :, own], *held, 0.125, causal)
+            got = together[row, :, own.start - span.start :]
+            assert mx.allclose(got, want, rtol=5e-3, atol=5e-3 * float(mx.abs(want).max()))
+
+
+@over()
 def test_batch_state_has_the_batch_on_axis_0(subject: Subject) -> None:
     transform = subject.transform
     assert all(leaf.shape[0] == SPEC.batch for leaf in flatten(begin(transform).state)[0])

@@ -60,6 +60,6 @@ def test_equal_keys(subject: Subject, n: int) -> None:
 
     def positions(update: object) -> mx.array:
         run: Run = feed(transform, begin(transform), keys, values, [27] + [n] * (18 // n), update=update)
-        return transform.kept(run.state).position
+        return transform.ordered(run.state).position
 
     assert_same(positions(vq.compile(transform).update), positions(None), "kept positions")

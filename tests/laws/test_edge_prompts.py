@@ -46,7 +46,7 @@ def test_nothing_is_given_up_while_there_is_room(subject: Subject, pieces: list[
     store = transform.store if transform.evicts else transform
     wanted = feed(store, begin(store), keys, values)
     assert run.fill.rows == n
-    state = transform.kept(run.state) if transform.evicts else run.state
+    state = transform.ordered(run.state) if transform.evicts else run.state
     assert_same(
         tuple(part.rows for part in sum(transform.parts(state, run.fill), ())),
         tuple(part.rows for part in sum(store.parts(wanted.state, wanted.fill), ())),

@@ -107,3 +107,30 @@ def test_row_counts_follow_from_token_counts(subject: Subject, pieces: list[int]
         held = ((position >= 0) & (position < offset)).sum(axis=-1)
         assert (np.array(held) == run.fill.rows).all()
         assert cache.size() == run.fill.rows
+
+
+@over()
+@given(padding=st.tuples(st.integers(0, 4), st.integers(1, 6)), pieces=CALLS)
+def test_masks_of_ragged_batches(subject: Subject, padding: tuple[int, int], pieces: list[int]) -> None:
+    """Padding is seen by no token; a row that is shorter shows its neighbour's width with nothing in it."""
+    pieces = [7, *pieces]
+    cache = TransformKVCache(subject.transform)
+    cache.prepare(left_padding=padding)
+    keys, values = keys_and_values(SPEC, sum(pieces))
+    before: list[Any] = [[set() for _ in range(SPEC.kv_heads)] for _ in range(SPEC.batch)]
+    for span in spans(pieces):
+        n, start = span.stop - span.start, span.start
+        mask = cache.make_mask(n)
+        keys_out, _ = cache.update_and_fetch(keys[:, :, span], values[:, :, span])
+        rows = tokens_of(keys_out, keys)
+        mask = lower_right(n, rows.shape[-1])[None, None] if mask is None or isinstance(mask, str) else mask
+        seen = shown(rows, mx.broadcast_to(mask, (SPEC.batch, 1, *mask.shape[2:])))
+        for b, pad in enumerate(padding):
+            for h, queries in enumerate(seen[b]):
+                for i, got in enumerate(queries):
+                    if start + i >= pad:
+                        new, old = [p for p in got if p >= start], [p for p in got if p < start]
+                        assert new == list(range(max(start, pad), start + i + 1))
+                        assert len(old) == len(set(old)) and before[b][h].issuperset(old)
+                        assert subject.transform.evicts or old == list(range(pad, start))
+                before[b][h] = set(queries[-1])

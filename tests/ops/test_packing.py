@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vq_functional.ops.packing import alignment, pack, unpack, words
+from vq_functional.ops.packing import alignment, pack, pack_slices, unpack, unpack_slices, words
 
 every_width = pytest.mark.parametrize("bits", range(1, 9))
 
@@ -117,3 +117,23 @@ def test_a_strided_view_of_packed_rows_reads_alike(bits: int) -> None:
     assert np.array_equal(np.array(unpack(view, bits, 64)), codes)
     assert np.array_equal(np.array(unpack(wide[..., : words(64, bits)], bits, 64)), codes)
     assert np.array_equal(np.array(unpack(turned, bits, 16)), codes.swapaxes(-1, -2))
+
+
+@every_width
+@pytest.mark.parametrize("count", [32, 64, 96, 128, 1, 20, 40, 80, 100])
+def test_slices_take_the_same_words_and_come_back(bits: int, count: int) -> None:
+    codes = np.concatenate([random_codes(bits, 3, count), np.arange(count)[None] % 2**bits])
+    packed = pack_slices(mx.array(codes), bits)
+    assert packed.dtype == mx.uint32 and packed.shape == (4, words(count, bits))
+    assert np.array_equal(np.array(unpack_slices(packed, bits, count)), codes)
+    if count % 32 == 0 and 32 % bits:
+        want, shift = [[] for _ in codes], 0
+        for width in (4, 2, 1):
+            if bits & width:
+                want = [
+                    row + stream_of((part >> shift & 2**width - 1).tolist(), width) for row, part in zip(want, codes)
+                ]
+                shift += width
+        assert packed.tolist() == want
+    else:
+        assert mx.array_equal(packed, pack(mx.array(codes), bits))

@@ -75,18 +75,6 @@ def test_lengths_and_products_stay(dim: int) -> None:
     assert mx.allclose(rotation.apply(x) @ rotation.apply(y).T, x @ y.T, atol=1e-4)
 
 
-@pytest.mark.parametrize("dim", [64, 96])
-def test_the_fast_one_is_signs_and_then_a_hadamard_matrix(dim: int) -> None:
-    rotation = random_rotation(dim, 7)
-    p = matrix(rotation, dim)
-    np.testing.assert_allclose(np.abs(p), dim**-0.5, rtol=1e-5)
-    signs = np.array(rotation.signs)
-    assert set(signs.tolist()) == {-1.0, 1.0}
-    plain = p * signs
-    np.testing.assert_allclose(plain, plain.T, atol=1e-6)
-    np.testing.assert_allclose(plain @ plain, np.eye(dim), atol=2e-5)
-
-
 def test_rows_of_one_call_do_not_touch_each_other() -> None:
     for dim in (64, 80):
         rotation, x = random_rotation(dim, 2), draw(1, 2, 6, dim)

@@ -82,6 +82,10 @@ class Transform:
         columns = self.positions_after(state, n, fill)
         return causal(columns if window else columns[:, :1], query_positions(state.offset, n), window)
 
+    def ordered(self, state: Any) -> Any:
+        """The same state with its rows in token order, as `parts` shows them; empty columns last."""
+        return state
+
     def grow(self, state: Any, capacity: int) -> Any:
         """The same rows in arrays with room for `capacity` rows."""
         return state
@@ -107,13 +111,17 @@ class Transform:
         """Whether `settle` does anything after a call of `n` tokens that led to `fill`."""
         return False
 
-    def room(self, fill: Fill, n: int) -> int:
-        """Capacity that `write` and `settle` of `n` tokens need; 0 where the capacity is fixed."""
+    def room(self, fill: Fill, n: int, count: int | None = None) -> int:
+        """Capacity that a call of `n` tokens needs, `count` of them no padding; 0 where the capacity is fixed."""
         return fill.rows + n
 
     def capacity(self, state: Any) -> int:
         """Rows that the state's arrays have room for."""
         raise TypeError(f"{self.name} has no capacity")
+
+    def fits(self, state: Any, fill: Fill) -> bool:
+        """Whether the state's arrays can be as full as `fill` says."""
+        return fill.rows <= self.capacity(state)
 
     def overflows(self, state: Any, n: int) -> mx.array | None:
         """Bool [B]: rows of the batch that have no room for `n` more tokens; None where that can't be."""

@@ -114,11 +114,11 @@ class Evicting(Transform):
     def settles(self, fill: Fill, n: int) -> bool:
         return not (self.policy.prompt_only and n == 1)
 
-    def room(self, fill: Fill, n: int) -> int:
-        return fill.rows + n if self.policy.prompt_only and n == 1 else 0
+    def room(self, fill: Fill, n: int, count: int | None = None) -> int:
+        count = n if count is None else count
+        return fill.rows + count if self.policy.prompt_only and count <= 1 else 0
 
-    def kept(self, state: SlotState) -> SlotState:
-        """The same state with its slots in rising token order, empty ones last."""
+    def ordered(self, state: SlotState) -> SlotState:
         order = mx.argsort(mx.where(state.position < 0, BIG, state.position), axis=-1)
         rows, memory, position = map_leaves(lambda x: pick(x, order), (state.rows, state.memory, state.position))
         return SlotState(rows, position, memory, state.offset, state.layout, 0)

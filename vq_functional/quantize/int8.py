@@ -4,10 +4,10 @@ import attrs
 import mlx.core as mx
 
 from vq_functional.core.codec import Codec, Coder, Rows
-from vq_functional.ops.affine import FUSED_GROUPS
 from vq_functional.ops.packing import pack, unpack
 
 CENTER, LEVELS = 128, 127
+GROUPS = (64, 32)  # sizes that MLX has kernels for
 
 
 @attrs.frozen
@@ -17,7 +17,7 @@ class Int8Codec(Codec):
     name = "int8"
 
     def bind(self, dim: int, dtype: mx.Dtype) -> Coder:
-        group = next((size for size in reversed(FUSED_GROUPS) if dim % size == 0), None)
+        group = next((size for size in GROUPS if dim % size == 0), None)
         return Int8Coder(dim, dtype, group)
 
 

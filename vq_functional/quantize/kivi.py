@@ -206,11 +206,14 @@ class KIVI(Store, Transform):
     def settles(self, fill: Fill, n: int) -> bool:
         return n > 1 or self.settled(fill, n) != fill
 
-    def room(self, fill: Fill, n: int) -> int:
+    def room(self, fill: Fill, n: int, count: int | None = None) -> int:
         return fill.coded + self._packed_at_once(n) if self.settles(self.written(fill, n), n) else fill.coded
 
     def capacity(self, state: KIVIState) -> int:
         return state.values.codes.shape[2]
+
+    def fits(self, state: KIVIState, fill: Fill) -> bool:
+        return fill.coded <= self.capacity(state) and fill.rows - fill.coded <= self.window
 
     def overflows(self, state: KIVIState, n: int) -> mx.array:
         coded = mx.maximum(state.coded, self._frontier(state.offset + n))

@@ -1,0 +1,210 @@
+"""Memory: what a cache holds is what it says, steps work in place, and nothing piles up."""
+
+import contextlib
+import copy
+import gc
+import io
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+from models import CHUNK, TRANSFORMS, build, cache_list, shared, tokens
+
+import vq_functional as vq
+from vq_adapters import TransformKVCache, attention_hook
+from vq_adapters.hook import hooked
+from vq_functional.core.transform import Transform
+from vq_functional.methods import TABLE
+
+HEADS, QUERY_HEADS, DIM = 2, 4, 64
+ROOM = 256 * 1024  # bytes: allocator rounding and what one step needs beside the buffers
+
+# Budgets of a size at which a copy of the whole state would be seen.
+LARGE: dict[str, Transform] = {
+    "streaming_llm": vq.streaming_llm(n_sink=4, window_size=4000),
+    "h2o": vq.h2o(budget=4000),
+    "snapkv": vq.snapkv(budget=4000),
+    "kivi": vq.kivi(bits=2, group_size=32, residual_length=32),
+    "turboquant_mse": vq.turboquant_mse(bits=4),
+    "turboquant_rvq": vq.turboquant_rvq(bits=2, value_bits=8),
+    "qjl": vq.qjl(),
+    "h2o over turboquant_mse": vq.chain(
+        vq.h2o_policy(budget=4000), vq.rows(key=vq.turboquant_mse_codec(bits=4), value=vq.int8_codec())
+    ),
+}
+LARGE_PROMPT = 4096
+attention = hooked(mx.fast.scaled_dot_product_attention)
+
+
+@pytest.fixture(autouse=True)
+def clean() -> None:
+    gc.collect()
+    mx.synchronize()
+    mx.clear_cache()
+
+
+def active() -> int:
+    gc.collect()
+    mx.synchronize()
+    mx.clear_cache()
+    return mx.get_active_memory()
+
+
+def random(seed: int, heads: int, n: int, dtype: mx.Dtype = mx.float16) -> mx.array:
+    return mx.random.normal((1, heads, n, DIM), key=mx.random.key(seed)).astype(dtype)
+
+
+def step(cache: TransformKVCache, seed: int, n: int = 1) -> mx.array:
+    """One call with attention through the hook; only its result is evaluated, as in generation."""
+    queries, keys, values = random(seed, QUERY_HEADS, n), random(seed + 1, HEADS, n), random(seed + 2, HEADS, n)
+    mx.eval(queries, keys, values)
+    mask = cache.make_mask(n)
+    keys, values = cache.update_and_fetch(keys, values)
+    out = attention(queries, keys, values, cache=cache, scale=DIM**-0.5, mask=mask)
+    mx.eval(out)
+    return out
+
+
+def reachable(node: Any, seen: dict[int, Any]) -> dict[int, mx.array]:
+    """All arrays that can be reached from an object, each once."""
+    if id(node) in seen or isinstance(node, (str, bytes, int, float, type, type(None))):
+        return {}
+    seen[id(node)] = node
+    if isinstance(node, mx.array):
+        return {id(node): node}
+    if isinstance(node, dict):
+        children = [*node.keys(), *node.values()]
+    elif isinstance(node, (list, tuple, set, frozenset)):
+        children = list(node)
+    elif attrs.has(type(node)):
+        children = [getattr(node, field.name) for field in attrs.fields(type(node))]
+    else:
+        children = list(vars(node).values()) if hasattr(node, "__dict__") else []
+    found: dict[int, mx.array] = {}
+    for child in children:
+        found |= reachable(child, seen)
+    return found
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_nbytes_is_all_that_can_be_reached(name: str) -> None:
+    cache = TransformKVCache(TRANSFORMS[name])
+    for seed, n in enumerate((40, 1, 1, 7, *[1] * 70)):
+        step(cache, seed, n)
+        if seed % 10 == 0:
+            claimed = cache.nbytes
+            assert claimed == sum(array.nbytes for array in reachable(cache, {}).values())
+            assert claimed == sum(array.nbytes for array in cache.state[1:])
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_nbytes_evaluates_nothing(name: str) -> None:
+    cache = TransformKVCache(TRANSFORMS[name])
+    poison = mx.full((1, HEADS, 20, DIM), 1.0)
+    cache.update_and_fetch(poison, poison)
+    before = mx.get_active_memory()
+    assert isinstance(cache.nbytes, int) and cache.nbytes > 0
+    assert mx.get_active_memory() - before < 1024
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_resident_bytes_are_the_claimed_ones(name: str) -> None:
+    """No shadow copy of what was compressed, neither after a prompt nor after single tokens."""
+    step(TransformKVCache(LARGE[name]), 0, 64)  # makes the tables
+    before = active()
+    cache = TransformKVCache(LARGE[name])
+    for seed, n in enumerate((LARGE_PROMPT // 2, LARGE_PROMPT // 2, 1, 1, 1)):
+        step(cache, seed, n)
+        claimed = cache.nbytes
+        mx.eval(cache.state)
+        held = active() - before
+        assert claimed <= held <= claimed + ROOM
+    if "packs" in {trait for row in TABLE if row.name == name for trait in row.traits}:
+        assert claimed < 0.7 * cache.offset * HEADS * 2 * DIM * mx.float16.size
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_single_tokens_work_in_place(name: str) -> None:
+    """The peak of a step stays far below the state, save where a growing store moves into larger arrays."""
+    cache = TransformKVCache(LARGE[name])
+    step(cache, 0, LARGE_PROMPT)
+    for seed in range(3):
+        step(cache, seed)
+    peaks, size = [], cache.nbytes
+    for seed in range(100):
+        start = active()
+        mx.reset_peak_memory()
+        step(cache, seed)
+        if size == cache.nbytes:
+            peaks.append(mx.get_peak_memory() - start)
+        size = cache.nbytes
+    assert len(peaks) >= 95
+    first, second = max(peaks[: len(peaks) // 2]), max(peaks[len(peaks) // 2 :])
+    assert abs(second - first) <= ROOM
+    assert max(peaks) < size / 2
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_growing_takes_no_more_than_both_sizes(name: str) -> None:
+    cache = TransformKVCache(LARGE[name])
+    step(cache, 0, 2048)
+    start, size = active(), cache.nbytes
+    mx.reset_peak_memory()
+    for seed in range(130):
+        step(cache, seed)
+    assert mx.get_peak_memory() - start < cache.nbytes + size + 4 * ROOM
+
+
+def pending(arrays: Any) -> int:
+    """Operations that are still to be done before the arrays are known."""
+    text = io.StringIO()
+    mx.export_to_dot(text, *arrays)
+    return text.getvalue().count("shape=rectangle")
+
+
+@pytest.mark.parametrize("with_hook", [False, True], ids=["arrays", "hooked"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_nothing_piles_up_while_only_logits_are_evaluated(name: str, with_hook: bool) -> None:
+    model = build("llama")
+    caches, marks = cache_list(model, TRANSFORMS[name]), []
+    with attention_hook(model) if with_hook else contextlib.nullcontext():
+        model(mx.array([tokens(40)]), cache=caches)
+        for i in range(300):
+            mx.eval(model(mx.array([[i % 90]]), cache=caches))
+            if i in (99, 299):
+                nodes = pending([array for cache in caches for array in cache.state[1:]])
+                marks.append((active() - sum(cache.nbytes for cache in caches), nodes))
+    (bytes_then, nodes_then), (bytes_now, nodes_now) = marks
+    assert bytes_now - bytes_then < 32 * 1024
+    assert nodes_now == nodes_then
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_dropped_caches_leave_nothing(name: str) -> None:
+    model = shared("llama")
+
+    def answer() -> None:
+        caches = cache_list(model, TRANSFORMS[name])
+        steps = generate_step(mx.array(tokens(40)), model, max_tokens=4, prompt_cache=caches, prefill_step_size=CHUNK)
+        assert len(list(steps)) == 4
+
+    answer()
+    before = active()
+    for _ in range(50):
+        answer()
+    assert active() - before < 16 * 1024
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_copies_share_what_does_not_change(name: str) -> None:
+    cache = TransformKVCache(LARGE[name])
+    step(cache, 0, 1024)
+    mx.eval(cache.state)
+    before = active()
+    copies = [copy.deepcopy(cache) for _ in range(5)]
+    assert active() - before < 1024
+    step(copies[0], 7)
+    mx.eval(copies[0].state)
+    assert active() - before < copies[0].nbytes + ROOM
