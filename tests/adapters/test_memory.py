@@ -10,31 +10,33 @@ import attrs
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
-from models import CHUNK, TRANSFORMS, build, cache_list, shared, tokens
+from models import CHUNK, COMPOSED, TRANSFORMS, build, cache_list, shared, tokens
 
 import vq_functional as vq
 from vq_adapters import TransformKVCache, attention_hook
 from vq_adapters.hook import hooked
 from vq_functional.core.transform import Transform
-from vq_functional.methods import TABLE
+from vq_functional.methods import METHODS
 
 HEADS, QUERY_HEADS, DIM = 2, 4, 64
-ROOM = 256 * 1024  # bytes: allocator rounding and what one step needs beside the buffers
+ROOM = 96 * 1024  # bytes: allocator rounding and what one call needs beside the buffers
+PROMPT = 1024
 
 # Budgets of a size at which a copy of the whole state would be seen.
 LARGE: dict[str, Transform] = {
-    "streaming_llm": vq.streaming_llm(n_sink=4, window_size=4000),
-    "h2o": vq.h2o(budget=4000),
-    "snapkv": vq.snapkv(budget=4000),
+    "streaming_llm": vq.streaming_llm(n_sink=4, window_size=1000),
+    "h2o": vq.h2o(budget=1000),
+    "snapkv": vq.snapkv(budget=1000),
     "kivi": vq.kivi(bits=2, group_size=32, residual_length=32),
     "turboquant_mse": vq.turboquant_mse(bits=4),
     "turboquant_rvq": vq.turboquant_rvq(bits=2, value_bits=8),
     "qjl": vq.qjl(),
-    "h2o over turboquant_mse": vq.chain(
-        vq.h2o_policy(budget=4000), vq.rows(key=vq.turboquant_mse_codec(bits=4), value=vq.int8_codec())
-    ),
+    COMPOSED: vq.chain(vq.h2o_policy(budget=1000), vq.rows(key=vq.turboquant_mse_codec(bits=4), value=vq.int8_codec())),
+    "rows": vq.rows(),
 }
-LARGE_PROMPT = 4096
+# Methods that score all their rows for each token need room for the scores beside their buffers.
+UNSCORED = [name for name in LARGE if name not in ("h2o", COMPOSED)]
+GROWING = [name for name in UNSCORED if name != "streaming_llm"]
 attention = hooked(mx.fast.scaled_dot_product_attention)
 
 
@@ -52,17 +54,21 @@ def active() -> int:
     return mx.get_active_memory()
 
 
-def random(seed: int, heads: int, n: int, dtype: mx.Dtype = mx.float16) -> mx.array:
-    return mx.random.normal((1, heads, n, DIM), key=mx.random.key(seed)).astype(dtype)
+def random(seed: int, heads: int, n: int) -> mx.array:
+    return mx.random.normal((1, heads, n, DIM), key=mx.random.key(seed))
+
+
+def update(cache: TransformKVCache, seed: int, n: int = 1) -> None:
+    """One call without attention; all that the cache holds is evaluated."""
+    cache.update_and_fetch(random(seed, HEADS, n), random(seed + 1, HEADS, n))
+    mx.eval(cache.state)
 
 
 def step(cache: TransformKVCache, seed: int, n: int = 1) -> mx.array:
     """One call with attention through the hook; only its result is evaluated, as in generation."""
-    queries, keys, values = random(seed, QUERY_HEADS, n), random(seed + 1, HEADS, n), random(seed + 2, HEADS, n)
-    mx.eval(queries, keys, values)
     mask = cache.make_mask(n)
-    keys, values = cache.update_and_fetch(keys, values)
-    out = attention(queries, keys, values, cache=cache, scale=DIM**-0.5, mask=mask)
+    keys, values = cache.update_and_fetch(random(seed, HEADS, n), random(seed + 1, HEADS, n))
+    out = attention(random(seed + 2, QUERY_HEADS, n), keys, values, cache=cache, scale=DIM**-0.5, mask=mask)
     mx.eval(out)
     return out
 
@@ -102,8 +108,7 @@ def test_nbytes_is_all_that_can_be_reached(name: str) -> None:
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_nbytes_evaluates_nothing(name: str) -> None:
     cache = TransformKVCache(TRANSFORMS[name])
-    poison = mx.full((1, HEADS, 20, DIM), 1.0)
-    cache.update_and_fetch(poison, poison)
+    cache.update_and_fetch(random(0, HEADS, 20), random(1, HEADS, 20))
     before = mx.get_active_memory()
     assert isinstance(cache.nbytes, int) and cache.nbytes > 0
     assert mx.get_active_memory() - before < 1024
@@ -115,46 +120,58 @@ def test_resident_bytes_are_the_claimed_ones(name: str) -> None:
     step(TransformKVCache(LARGE[name]), 0, 64)  # makes the tables
     before = active()
     cache = TransformKVCache(LARGE[name])
-    for seed, n in enumerate((LARGE_PROMPT // 2, LARGE_PROMPT // 2, 1, 1, 1)):
+    for seed, n in enumerate((PROMPT // 2, PROMPT // 2, 1, 1, 1)):
         step(cache, seed, n)
         claimed = cache.nbytes
         mx.eval(cache.state)
-        held = active() - before
-        assert claimed <= held <= claimed + ROOM
-    if "packs" in {trait for row in TABLE if row.name == name for trait in row.traits}:
+        assert claimed <= active() - before <= claimed + ROOM
+    if name in METHODS and "packs" in METHODS[name].traits:
         assert claimed < 0.7 * cache.offset * HEADS * 2 * DIM * mx.float16.size
 
 
-@pytest.mark.parametrize("name", LARGE)
-def test_single_tokens_work_in_place(name: str) -> None:
-    """The peak of a step stays far below the state, save where a growing store moves into larger arrays."""
+@pytest.mark.parametrize("name", UNSCORED)
+def test_single_tokens_are_written_in_place(name: str) -> None:
+    """The peak of a call stays far below the state, save where a growing store moves into larger arrays."""
     cache = TransformKVCache(LARGE[name])
-    step(cache, 0, LARGE_PROMPT)
+    update(cache, 0, 4 * PROMPT)
     for seed in range(3):
-        step(cache, seed)
+        update(cache, seed)
     peaks, size = [], cache.nbytes
     for seed in range(100):
-        start = active()
         mx.reset_peak_memory()
-        step(cache, seed)
+        start = mx.get_active_memory()
+        update(cache, seed)
         if size == cache.nbytes:
             peaks.append(mx.get_peak_memory() - start)
         size = cache.nbytes
     assert len(peaks) >= 95
-    first, second = max(peaks[: len(peaks) // 2]), max(peaks[len(peaks) // 2 :])
-    assert abs(second - first) <= ROOM
     assert max(peaks) < size / 2
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", GROWING)
 def test_growing_takes_no_more_than_both_sizes(name: str) -> None:
     cache = TransformKVCache(LARGE[name])
-    step(cache, 0, 2048)
-    start, size = active(), cache.nbytes
+    update(cache, 0, PROMPT)
+    start, size = active() - cache.nbytes, cache.nbytes
     mx.reset_peak_memory()
     for seed in range(130):
-        step(cache, seed)
-    assert mx.get_peak_memory() - start < cache.nbytes + size + 4 * ROOM
+        update(cache, seed)
+    assert cache.nbytes > size
+    assert mx.get_peak_memory() - start < 2 * cache.nbytes + ROOM
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_peak_of_decoding_is_flat(name: str) -> None:
+    cache, peaks = TransformKVCache(LARGE[name]), []
+    step(cache, 0, PROMPT)
+    for _ in range(2):
+        start = active()
+        mx.reset_peak_memory()
+        for seed in range(50):
+            step(cache, seed)
+        peaks.append(mx.get_peak_memory() - start)
+    # What attention needs follows the rows, of which there may be 50 more; a move may fall into one half only.
+    assert peaks[1] < peaks[0] * 1.1 + ROOM + (cache.nbytes if name in GROWING else 0)
 
 
 def pending(arrays: Any) -> int:
@@ -200,7 +217,7 @@ def test_dropped_caches_leave_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", LARGE)
 def test_copies_share_what_does_not_change(name: str) -> None:
     cache = TransformKVCache(LARGE[name])
-    step(cache, 0, 1024)
+    step(cache, 0, PROMPT)
     mx.eval(cache.state)
     before = active()
     copies = [copy.deepcopy(cache) for _ in range(5)]

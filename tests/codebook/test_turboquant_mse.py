@@ -144,7 +144,7 @@ def test_codes_are_the_cells_of_the_rotated_direction(bits: int, dim: int) -> No
         turned = row / np.linalg.norm(row) @ rotation
         want = [sum(edge < y for edge in edges) for y in turned]
         got = indices_of(words, bits, dim)
-        near = np.abs(turned[:, None] - edges).min(axis=1) < 1e-4
+        near = np.abs(turned[:, None] - edges).min(axis=1) < 3e-4
         assert all(a == b or close for a, b, close in zip(got, want, near))
     assert lengths.dtype == mx.bfloat16
     np.testing.assert_allclose(numbers(lengths).ravel(), np.linalg.norm(rows, axis=-1), rtol=2.0**-8)
@@ -232,7 +232,7 @@ def test_head_sizes_that_are_no_power_of_two(dim: int) -> None:
     coder, x, y = coder_of(8, dim), draw(1, 2, 16, dim), draw(1, 2, 4, dim, seed=1)
     rows = coder.encode(x)
     error = mx.linalg.norm(coder.decode(rows) - x, axis=-1) / mx.linalg.norm(x, axis=-1)
-    assert error.max().item() < 0.015
+    assert error.max().item() < 0.02
     exact = y @ x.swapaxes(-1, -2)
     lengths = mx.linalg.norm(y, axis=-1)[..., None] * mx.linalg.norm(x, axis=-1)[..., None, :]
     assert (mx.abs(coder.dot(y, rows) - exact) / lengths).max().item() < 0.01

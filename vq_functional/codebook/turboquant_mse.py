@@ -49,7 +49,7 @@ class TurboQuantMSECodec(Codec):
     name = "turboquant_mse"
 
     def bind(self, dim: int, dtype: mx.Dtype) -> Coder:
-        check(dim >= 2, self.name, "head_dim", "must be at least 2", dim)
+        check(dim >= 3, self.name, "head_dim", "must be at least 3", dim)
         codes = scalar_codes(sphere_codebook(dim, self.bits), self.bits, dim)
         return RotatedCoder(dim, dtype, random_rotation(dim, self.seed), (codes,), self.unbiased)
 

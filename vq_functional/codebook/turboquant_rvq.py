@@ -53,7 +53,7 @@ class TurboQuantRVQCodec(Codec):
     name = "turboquant_rvq"
 
     def bind(self, dim: int, dtype: mx.Dtype) -> Coder:
-        check(dim >= 2, self.name, "head_dim", "must be at least 2", dim)
+        check(dim >= 3, self.name, "head_dim", "must be at least 3", dim)
         second = residual_codebook if self.residual == "fitted" else laplace_codebook
         levels = (sphere_codebook(dim, self.bits), second(dim, self.bits))
         stages = tuple(scalar_codes(table, self.bits, dim) for table in levels)

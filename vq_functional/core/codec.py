@@ -93,6 +93,9 @@ class Part:
     count: int
 
     def decode(self) -> mx.array:
+        batch, heads = self.rows[0].shape[:2]
+        if 0 in (batch, self.count):
+            return mx.zeros((batch, heads, self.count, self.coder.dim), self.coder.dtype)
         return self.coder.decode(self.rows)
 
     def dot(self, queries: mx.array) -> mx.array:

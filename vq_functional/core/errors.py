@@ -20,6 +20,14 @@ def check_int(method: str, field: str, value: Any, low: int, high: int | None = 
     check(whole and value >= low and (high is None or value <= high), method, field, rule, value)
 
 
+def check_number(method: str, field: str, value: Any, above: float, high: float = float("inf")) -> None:
+    """Check that `value` is a number in (above, high]."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    rule = f"must be a number in ({above}, {high}]" if high < float("inf") else f"must be a number > {above}"
+    check(number and above < value <= high, method, field, rule, value)
+
+
 def check_choice(method: str, field: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Check that `value` is one of `choices`."""
-    check(value in choices, method, field, f"must be one of {choices}", value)
+    """Check that `value` is one of `choices`, of the same type: 1 is not True."""
+    known = any(value == choice and type(value) is type(choice) for choice in choices)
+    check(known, method, field, f"must be one of {choices}", value)

@@ -34,13 +34,14 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
 
     One trace per structure, shapes and dtypes of the arguments.
     """
-    traces: dict[Structure, _Trace] = {}
+    traces: dict[Any, _Trace] = {}
 
     def call(*arguments: Any) -> Any:
         leaves, structure = flatten(arguments)
-        if structure not in traces:
-            traces[structure] = _Trace(function, structure)
-        trace = traces[structure]
+        key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        if key not in traces:
+            traces[key] = _Trace(function, structure)
+        trace = traces[key]
         outputs = trace.step(*leaves)
         return rebuild(trace.result, outputs)
 

@@ -1,6 +1,5 @@
 """Policy: which rows stay. A score function and the rows that are never given up; blind to how rows are held."""
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import attrs
@@ -31,6 +30,11 @@ class Scene:
     @property
     def scale(self) -> float:
         return self.queries.shape[-1] ** -0.5
+
+    @property
+    def tokens(self) -> mx.array:
+        """Tokens int32 [B] of this call, padding on either side left out."""
+        return mx.minimum(self.lengths, self.offset)
 
     def keys(self) -> mx.array:
         """Keys [B, H, T, D] as the store gives them back."""
@@ -86,15 +90,39 @@ def check_policy(
     check_int(name, "budget", budget, 1)
     check_int(name, "n_sink", n_sink, 0)
     check_int(name, recent_field, recent, 0)
-    rule = f"must exceed `n_sink` + `{recent_field}` + protected rows"
-    spans = sum(end - start for start, end in protect)
-    check(n_sink + recent + spans < budget, name, "budget", f"{rule} = {n_sink + recent + spans}", budget)
+    shielded = recent + n_sink + spared(protect, n_sink)
+    check(
+        shielded < budget, name, "budget", f"must exceed `n_sink`, `{recent_field}` and `protect`: {shielded}", budget
+    )
 
 
-def to_spans(protect: Sequence[Sequence[int]]) -> Spans:
-    """`[(start, end), ...]` as hashable half-open spans of positions; raises QuantizerConfigError."""
-    spans = tuple(tuple(span) for span in protect)
-    for span in spans:
-        whole = len(span) == 2 and all(isinstance(edge, int) for edge in span)
-        check(whole and 0 <= span[0] < span[1], "protect", "protect", "must be pairs 0 <= start < end", span)
-    return spans  # type: ignore[return-value]
+def spared(protect: Spans, n_sink: int) -> int:
+    """Positions from `n_sink` on that the spans protect."""
+    return sum(max(end, n_sink) - max(start, n_sink) for start, end in protect)
+
+
+def protect_field(name: str) -> Any:
+    """The option `protect` of a method: `[(start, end), ...]`, half-open spans of positions."""
+
+    def to_spans(protect: Any) -> Spans:
+        try:
+            spans = sorted((start, end) for start, end in protect)
+        except (TypeError, ValueError):
+            spans = [(0, 0)]
+        for start, end in spans:
+            whole = all(isinstance(edge, int) and not isinstance(edge, bool) for edge in (start, end))
+            check(whole and 0 <= start < end, name, "protect", "must be pairs of integers 0 <= start < end", protect)
+        return _disjoint(spans)
+
+    return attrs.field(default=(), converter=to_spans)
+
+
+def _disjoint(spans: list[tuple[int, int]]) -> Spans:
+    """Sorted spans with overlapping ones joined."""
+    joined: list[tuple[int, int]] = []
+    for start, end in spans:
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return tuple(joined)

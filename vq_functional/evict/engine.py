@@ -119,7 +119,7 @@ class Evicting(Transform):
         return fill.rows + count if self.policy.prompt_only and count <= 1 else 0
 
     def ordered(self, state: SlotState) -> SlotState:
-        order = mx.argsort(mx.where(state.position < 0, BIG, state.position), axis=-1)
+        order = _token_order(state.position)
         rows, memory, position = map_leaves(lambda x: pick(x, order), (state.rows, state.memory, state.position))
         return SlotState(rows, position, memory, state.offset, state.layout, 0)
 
@@ -139,12 +139,9 @@ class Evicting(Transform):
         return mx.concatenate([pick(position, self._stored_columns(position)), incoming], axis=2)
 
     def _stored_columns(self, position: mx.array) -> mx.array:
-        """Index int [B, H, columns] of the slots without the free one, whose place the last slot takes."""
-        slots = position.shape[2]
-        if self.policy.prompt_only:
-            return mx.broadcast_to(mx.arange(slots), position.shape)
-        index = mx.arange(slots - 1)
-        return mx.where(index == _free_slot(position)[..., None], slots - 1, index)
+        """Index int [B, H, columns] of the slots in token order, without the free one."""
+        slots = position.shape[2] if self.policy.prompt_only else position.shape[2] - 1
+        return _token_order(position)[..., :slots]
 
     def _scene(self, held: SlotState, queries: mx.array, lengths: mx.array | None, proxy: bool) -> Scene:
         n, end = queries.shape[2], held.offset[:, None]
@@ -165,7 +162,7 @@ class Evicting(Transform):
         slots, budget = self.policy.budget + 1, mx.full(held.offset.shape, self.policy.budget, mx.int32)
         if self.policy.prompt_only:
             slots = priority.shape[2] - held.new
-            budget = mx.where(scene.lengths > 1, budget, slots)
+            budget = mx.where(scene.tokens > 1, budget, slots)
         columns = min(slots, priority.shape[2])
         kept = top_rows(priority, budget, columns, self.policy.latest)
         rows, memory, position = map_leaves(lambda x: pick(x, kept), (held.rows, held.memory, held.position))
@@ -177,6 +174,11 @@ class Evicting(Transform):
 def _free_slot(position: mx.array) -> mx.array:
     """Index int [B, H] of the first empty slot."""
     return mx.argmax((position < 0).astype(mx.int32), axis=-1)
+
+
+def _token_order(position: mx.array) -> mx.array:
+    """Slots in rising token order, empty ones last."""
+    return mx.argsort(mx.where(position < 0, BIG, position), axis=-1)
 
 
 def _only(stays: mx.array, state: SlotState) -> SlotState:

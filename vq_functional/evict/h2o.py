@@ -10,8 +10,8 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
-from vq_functional.core.errors import check
-from vq_functional.core.policy import Policy, Scene, Spans, check_policy, to_spans
+from vq_functional.core.errors import check_number
+from vq_functional.core.policy import Policy, Scene, Spans, check_policy, protect_field
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.evict.chain import chain
@@ -32,12 +32,12 @@ class H2OOptions:
     grace: int = 16
     decay: float = 0.98
     rope_base: float = 10000.0
-    protect: Spans = attrs.field(default=(), converter=to_spans)
+    protect: Spans = protect_field("h2o")
 
     def __attrs_post_init__(self) -> None:
         check_policy("h2o", self.budget, self.n_sink, self.grace, self.protect, "grace")
-        check(0 < self.decay <= 1, "h2o", "decay", "must be in (0, 1]", self.decay)
-        check(self.rope_base > 0, "h2o", "rope_base", "must be positive", self.rope_base)
+        check_number("h2o", "decay", self.decay, 0, 1)
+        check_number("h2o", "rope_base", self.rope_base, 0)
 
 
 @attrs.frozen

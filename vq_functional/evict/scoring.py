@@ -3,7 +3,6 @@
 import mlx.core as mx
 
 from vq_functional.core.policy import Scene
-from vq_functional.ops.masks import causal
 
 BLOCK = 256  # queries scored at a time: bounds the probability matrix of a long prompt
 
@@ -32,5 +31,7 @@ def attention_mass(scene: Scene, weights: mx.array) -> mx.array:
 
 
 def _sees(scene: Scene, position: mx.array) -> mx.array:
-    limit = position - 1 if scene.proxy else position
-    return causal(scene.position, limit) & (position >= 0)[:, None, :, None]
+    """Bool [B, H, S, T]: nothing for padding, and for a standing-in key not itself."""
+    columns, queries = scene.position[:, :, None], position[:, None, :, None]
+    before = columns < queries if scene.proxy else columns <= queries
+    return (columns >= 0) & before & (queries >= 0)

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from vq_functional.core.codec import PlainCodec
 from vq_functional.core.errors import check, check_choice, check_int
-from vq_functional.core.policy import Policy, Scene, Spans, check_policy, to_spans
+from vq_functional.core.policy import Policy, Scene, Spans, check_policy, protect_field, spared
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.evict.chain import chain
@@ -30,7 +30,8 @@ class SnapKVOptions:
     """`budget` rows of a prompt stay, sinks included; `obs_window` last queries vote.
 
     `pool_kernel` (odd; 1 = off) and `force_window` default to None: 5 and True
-    with real queries, 1 and False without. `backend` and `batched_scoring` are
+    with real queries, 1 and False without; a window that `budget` has no room for is
+    cut to what is left beside sinks, protected rows and one free row. `backend` and `batched_scoring` are
     accepted and change nothing; `dtype` "float16" stores the kept rows so.
     """
 
@@ -42,7 +43,7 @@ class SnapKVOptions:
     backend: str = "auto"
     pool_kernel: int | None = None
     force_window: bool | None = None
-    protect: Spans = attrs.field(default=(), converter=to_spans)
+    protect: Spans = protect_field("snapkv")
 
     def __attrs_post_init__(self) -> None:
         check_int("snapkv", "obs_window", self.obs_window, 1)
@@ -50,6 +51,8 @@ class SnapKVOptions:
         check_policy("snapkv", self.budget, self.n_sink, window, self.protect, "obs_window")
         check_choice("snapkv", "dtype", self.dtype, ("auto", "float16"))
         check_choice("snapkv", "backend", self.backend, ("auto", "mlx", "metal", "reference"))
+        check_choice("snapkv", "batched_scoring", self.batched_scoring, (True, False))
+        check_choice("snapkv", "force_window", self.force_window, (None, True, False))
         if self.pool_kernel is not None:
             check_int("snapkv", "pool_kernel", self.pool_kernel, 1)
             check(self.pool_kernel % 2 == 1, "snapkv", "pool_kernel", "must be odd", self.pool_kernel)
@@ -71,7 +74,7 @@ class SnapKVPolicy(Policy):
 
     def score(self, votes: mx.array, scene: Scene) -> tuple[mx.array, mx.array]:
         cast = self._cast_by_keys(scene) if scene.proxy else self._cast_by_queries(votes, scene)
-        cast = mx.where(scene.lengths[:, None, None] > 1, cast, votes)
+        cast = mx.where(scene.tokens[:, None, None] > 1, cast, votes)
         kernel = self.pool_kernel or (1 if scene.proxy else 5)
         return cast, cast if kernel == 1 else _pooled(mx.where(self._window(scene), 0, cast), scene.position, kernel)
 
@@ -81,8 +84,8 @@ class SnapKVPolicy(Policy):
     def _window(self, scene: Scene) -> mx.array:
         """Bool [B, H, T]: rows of the observation window, where these are kept."""
         forced = self.force_window if self.force_window is not None else not scene.proxy
-        spans = sum(end - start for start, end in self.protect)
-        size = min(self.obs_window, self.budget - self.n_sink - spans - 1) if forced else 0
+        room = self.budget - self.n_sink - spared(self.protect, self.n_sink) - 1
+        size = min(self.obs_window, room) if forced else 0
         return scene.position >= scene.offset[:, None, None] - size
 
     def _cast_by_queries(self, votes: mx.array, scene: Scene) -> mx.array:

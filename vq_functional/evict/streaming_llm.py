@@ -11,7 +11,7 @@ import attrs
 import mlx.core as mx
 
 from vq_functional.core.errors import check, check_int
-from vq_functional.core.policy import Policy, Scene, Spans, to_spans
+from vq_functional.core.policy import Policy, Scene, Spans, protect_field, spared
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.evict.chain import chain
@@ -23,7 +23,7 @@ class StreamingLLMOptions:
 
     n_sink: int = 4
     window_size: int = 512
-    protect: Spans = attrs.field(default=(), converter=to_spans)
+    protect: Spans = protect_field("streaming_llm")
 
     def __attrs_post_init__(self) -> None:
         check_int("streaming_llm", "n_sink", self.n_sink, 0)
@@ -45,8 +45,7 @@ class StreamingLLMPolicy(Policy):
 def streaming_llm_policy(**options: Any) -> StreamingLLMPolicy:
     """Sinks and the newest rows stay; options as in StreamingLLMOptions."""
     o = StreamingLLMOptions(**options)
-    shielded = sum(end - max(start, o.n_sink) for start, end in o.protect if end > o.n_sink)
-    return StreamingLLMPolicy(o.n_sink + o.window_size + shielded, o.n_sink, 0, o.protect)
+    return StreamingLLMPolicy(o.n_sink + o.window_size + spared(o.protect, o.n_sink), o.n_sink, 0, o.protect)
 
 
 def streaming_llm(**options: Any) -> Transform:

@@ -34,7 +34,7 @@ def quantize(x: mx.array, bits: int, group: int, dtype: mx.Dtype) -> Groups:
     low, high = _finite_range(x)
     top, largest = 2**bits - 1, mx.finfo(dtype).max
     zeros = low.astype(dtype)
-    scales = mx.minimum((high - low) * (1 / top), largest).astype(dtype)
+    scales = mx.minimum((high - low) / top, largest).astype(dtype)
     scale, zero = (a.astype(mx.float32)[..., None] for a in (scales, zeros))
     steps = mx.where(scale > 0, (x - zero) / mx.where(scale > 0, scale, 1), 0)
     codes = mx.clip(mx.round(mx.where(mx.isnan(steps), 0, steps)), 0, top).astype(mx.uint32)

@@ -24,9 +24,10 @@ def residual_codebook(dim: int, bits: int) -> mx.array:
     """Levels float32 [2**bits] for what `sphere_codebook` of the same bits leaves over."""
     levels = _sphere_levels(dim, bits)
     edges = np.concatenate([[-np.inf], (levels[1:] + levels[:-1]) / 2, [np.inf]])
-    grid, _ = _sphere_density(dim)
-    reach = max(float(np.max(np.diff(levels))) / 2, grid[-1] - levels[-1])
-    rest = np.linspace(-reach, reach, GRID)
+    cell = float(np.max(np.diff(levels)))
+    reach = max(cell, float(_sphere_density(dim)[0][-1] - levels[-1]))
+    tail = np.linspace(cell, reach, GRID)[1:] if reach > cell else np.empty(0)
+    rest = np.concatenate([-tail[::-1], np.linspace(-cell, cell, GRID), tail])
     density = np.zeros_like(rest)
     for level, low, high in zip(levels, edges[:-1], edges[1:], strict=True):
         value = rest + level

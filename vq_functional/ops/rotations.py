@@ -27,15 +27,19 @@ class Rotation:
 
 @attrs.frozen(eq=False)
 class HadamardRotation(Rotation):
-    """H diag(signs): fast, D numbers to keep."""
+    """H diag(s2) H diag(s1): fast, 2 D numbers to keep.
 
-    signs: mx.array  # float32 [D]
+    One round would turn a vector of few large entries into one of few distinct
+    values, which no codebook for random directions fits.
+    """
+
+    signs: mx.array  # float32 [2, D]
 
     def apply(self, x: mx.array) -> mx.array:
-        return mx.hadamard_transform(x * self.signs)
+        return mx.hadamard_transform(mx.hadamard_transform(x * self.signs[0]) * self.signs[1])
 
     def undo(self, y: mx.array) -> mx.array:
-        return mx.hadamard_transform(y) * self.signs
+        return mx.hadamard_transform(mx.hadamard_transform(y) * self.signs[1]) * self.signs[0]
 
 
 @attrs.frozen(eq=False)
@@ -55,7 +59,7 @@ class DenseRotation(Rotation):
 def random_rotation(dim: int, seed: int) -> Rotation:
     """The rotation of a size and seed: randomized Hadamard where that is possible, else dense."""
     if hadamard_size(dim):
-        signs = mx.where(mx.random.bernoulli(shape=(dim,), key=mx.random.key(seed)), 1.0, -1.0)
+        signs = mx.where(mx.random.bernoulli(shape=(2, dim), key=mx.random.key(seed)), 1.0, -1.0)
         mx.eval(signs)
         return HadamardRotation(signs)
     return DenseRotation(random_orthogonal(dim, seed))

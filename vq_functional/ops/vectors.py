@@ -14,6 +14,17 @@ def norm(x: mx.array) -> mx.array:
     return largest * mx.linalg.norm(x / largest, axis=-1, keepdims=True)
 
 
+def to_dtype(x: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Float32 `x` in `dtype`, clipped to its range."""
+    return x if dtype == mx.float32 else _clipped(dtype)(x)
+
+
+@functools.lru_cache(maxsize=8)
+def _clipped(dtype: mx.Dtype) -> Callable[[mx.array], mx.array]:
+    limit = mx.finfo(dtype).max
+    return mx.compile(lambda x: mx.clip(x, -limit, limit).astype(dtype))
+
+
 def scaled(x: mx.array, lengths: mx.array, dtype: mx.Dtype) -> mx.array:
     """Float32 `x` [..., D] times `lengths` [...], clipped to the range of `dtype`."""
     return _scaled(dtype)(x, lengths[..., None])

@@ -5,6 +5,7 @@ import mlx.core as mx
 
 from vq_functional.core.codec import Codec, Coder, Rows
 from vq_functional.ops.packing import pack, unpack
+from vq_functional.ops.vectors import to_dtype
 
 CENTER, LEVELS = 128, 127
 GROUPS = (64, 32)  # sizes that MLX has kernels for
@@ -30,14 +31,14 @@ class Int8Coder(Coder):
     def encode(self, x: mx.array) -> Rows:
         x = x.astype(mx.float32)
         finite = mx.where(mx.isfinite(x), mx.abs(x), 0)
-        scale = (finite.max(axis=-1) * (1 / LEVELS)).astype(self.dtype)
+        scale = (finite.max(axis=-1) / LEVELS).astype(self.dtype)
         step = scale.astype(mx.float32)[..., None]
         code = mx.where(step > 0, x / mx.where(step > 0, step, 1), 0)
         code = mx.clip(mx.round(mx.where(mx.isnan(code), 0, code)), -LEVELS, LEVELS) + CENTER
         return pack(code.astype(mx.uint32), 8), scale
 
     def decode(self, rows: Rows) -> mx.array:
-        return self._numbers(rows).astype(self.dtype)
+        return to_dtype(self._numbers(rows), self.dtype)
 
     def dot(self, queries: mx.array, rows: Rows) -> mx.array:
         return self._product(queries, rows, transpose=True)

@@ -14,7 +14,7 @@ import attrs
 import mlx.core as mx
 
 from vq_functional.core.codec import Coder, Part, PlainCodec, Rows, bind
-from vq_functional.core.errors import check_int
+from vq_functional.core.errors import check, check_int
 from vq_functional.core.spec import KVSpec, Layout
 from vq_functional.core.store import Store, start_offset
 from vq_functional.core.transform import Fill, Transform
@@ -23,6 +23,7 @@ from vq_functional.ops.affine import Groups, dequantize, matmul, quantize
 from vq_functional.ops.attention import Parts
 from vq_functional.ops.packing import alignment
 from vq_functional.ops.rows import drop_left_padding, extend_last, extend_rows, read_rows, write_rows
+from vq_functional.ops.vectors import to_dtype
 
 
 @attrs.frozen(kw_only=True)
@@ -60,7 +61,7 @@ class KeyGroups(Coder):
     group: int
 
     def decode(self, rows: Rows) -> mx.array:
-        return dequantize(Groups(*rows), self.bits, self.group).swapaxes(-1, -2).astype(self.dtype)
+        return to_dtype(dequantize(Groups(*rows), self.bits, self.group), self.dtype).swapaxes(-1, -2)
 
     def dot(self, queries: mx.array, rows: Rows) -> mx.array:
         return matmul(queries, Groups(*rows), self.bits, self.group, transpose=False)
@@ -82,7 +83,7 @@ class ValueGroups(Coder):
         return _rows(quantize(x, self.bits, self.group, self.dtype))
 
     def decode(self, rows: Rows) -> mx.array:
-        return dequantize(Groups(*rows), self.bits, self.group)[..., : self.dim].astype(self.dtype)
+        return to_dtype(dequantize(Groups(*rows), self.bits, self.group)[..., : self.dim], self.dtype)
 
     def mix(self, weights: mx.array, rows: Rows) -> mx.array:
         return matmul(weights, Groups(*rows), self.bits, self.group, transpose=False)[..., : self.dim]
@@ -135,6 +136,8 @@ class KIVI(Store, Transform):
         self, held: KIVIState, queries: mx.array, lengths: mx.array | None = None, proxy: bool = False
     ) -> KIVIState:
         o, count = self.options, self._packed_at_once(queries.shape[2])
+        room = self.capacity(held)
+        check(count <= room, self.name, "keys", f"must fit the capacity of {room} packed rows", queries.shape[2])
         coded = mx.maximum(held.coded, self._frontier(held.offset))
         wide_keys, wide_values = (extend_rows(x, self.window + count) for x in (held.recent_keys, held.recent_values))
         new_keys = quantize(wide_keys[:, :, :count].swapaxes(-1, -2), o.bits, o.group_size, held.layout.dtype)
