@@ -221,6 +221,18 @@ def forced(model: nn.Module, caches: Sequence[Any], calls: Sequence[Sequence[int
     return mx.concatenate([feed(model, caches, call) for call in calls])
 
 
+def log_probabilities(logits: mx.array) -> mx.array:
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def tolerance(transform: Transform, logits: mx.array) -> float:
+    """How far logits may be off where the same numbers are added in another order.
+
+    A number on the edge between two codes may then take the other one.
+    """
+    return 0.01 * mx.std(logits).item() if transform.coded else 1e-3
+
+
 class FunctionalCache:
     """The functional triple in the plainest way: fixed capacity, eager, every mask an array."""
 

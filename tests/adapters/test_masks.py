@@ -87,6 +87,19 @@ def test_a_mask_is_what_the_next_call_needs(
     assert (by_kv_head(allowed) == seen(positions(returned), start, n, window)).all()
 
 
+@pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.parametrize("name", ALL)
+def test_the_window_closes_at_its_length(name: str, n: int) -> None:
+    """Around the call whose last token is the first that can't see everything."""
+    for start in range(2, 12):
+        cache = TransformKVCache(ALL[name], query_heads=QUERY_HEADS)
+        feed(cache, start)
+        mask = cache.make_mask(n, window_size=8)
+        returned = feed(cache, n)
+        allowed = by_kv_head(as_array(mask, n, returned.shape[2]))
+        assert (allowed == seen(positions(returned), start, n, 8)).all()
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_asking_for_a_mask_changes_nothing(name: str) -> None:
     cache, other = (TransformKVCache(ALL[name]) for _ in range(2))

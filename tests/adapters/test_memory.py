@@ -10,7 +10,7 @@ import attrs
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
-from models import CHUNK, COMPOSED, TRANSFORMS, build, cache_list, shared, tokens
+from models import COMPOSED, TRANSFORMS, build, cache_list, tokens
 
 import vq_functional as vq
 from vq_adapters import TransformKVCache, attention_hook
@@ -184,7 +184,7 @@ def pending(arrays: Any) -> int:
 @pytest.mark.parametrize("with_hook", [False, True], ids=["arrays", "hooked"])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_nothing_piles_up_while_only_logits_are_evaluated(name: str, with_hook: bool) -> None:
-    model = build("llama")
+    model = build("llama", num_hidden_layers=1)
     caches, marks = cache_list(model, TRANSFORMS[name]), []
     with attention_hook(model) if with_hook else contextlib.nullcontext():
         model(mx.array([tokens(40)]), cache=caches)
@@ -200,12 +200,12 @@ def test_nothing_piles_up_while_only_logits_are_evaluated(name: str, with_hook: 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_dropped_caches_leave_nothing(name: str) -> None:
-    model = shared("llama")
+    model, prompt = build("llama", num_hidden_layers=1), mx.array(tokens(40))
 
     def answer() -> None:
         caches = cache_list(model, TRANSFORMS[name])
-        steps = generate_step(mx.array(tokens(40)), model, max_tokens=4, prompt_cache=caches, prefill_step_size=CHUNK)
-        assert len(list(steps)) == 4
+        steps = generate_step(prompt, model, max_tokens=2, prompt_cache=caches, prefill_step_size=20)
+        assert len(list(steps)) == 2
 
     answer()
     before = active()

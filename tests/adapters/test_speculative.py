@@ -8,7 +8,21 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step, speculative_generate_step, stream_generate
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
-from models import CHUNK, EVICTING, TRANSFORMS, TRIMMABLE, build, cache_list, feed, forced, shared, tokenizer, tokens
+from models import (
+    CHUNK,
+    EVICTING,
+    TRANSFORMS,
+    TRIMMABLE,
+    build,
+    cache_list,
+    feed,
+    forced,
+    log_probabilities,
+    shared,
+    tokenizer,
+    tokens,
+    tolerance,
+)
 
 import vq_functional as vq
 from vq_adapters import TransformKVCache, attention_hook
@@ -17,10 +31,6 @@ from vq_functional.core.store import RowStore
 ALL = {**TRANSFORMS, "rows": vq.rows()}
 BY_ROWS = [name for name, transform in ALL.items() if isinstance(transform, RowStore)]
 DRAFTS = {"same": 0, "other": 1}  # every draft accepted; nearly every draft refused
-
-
-def log_probabilities(logits: mx.array) -> mx.array:
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def plain(model: Any, caches: list[Any], prompt: list[int], count: int) -> tuple[list[int], mx.array]:
@@ -57,7 +67,7 @@ def test_tokens_equal_those_without_a_draft(name: str, kind: str, guesses: int, 
         caches = cache_list(model, ALL[name]) + cache_list(draft, ALL[name])
         chosen, got, drafted = speculative(model, draft, caches, prompt, 24, guesses)
     assert chosen == expected
-    assert mx.allclose(got, logprobs, atol=0.01)
+    assert mx.allclose(got, logprobs, atol=tolerance(ALL[name], logprobs))
     assert (drafted > 10) == (kind == "same")
 
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from vq_functional.codebook.scalar import ScalarCodes, scalar_codes
 from vq_functional.core.codec import Codec, Coder, Rows
-from vq_functional.core.errors import check, check_int
+from vq_functional.core.errors import check, check_choice, check_int
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.ops.codebooks import sphere_codebook
@@ -27,16 +27,20 @@ class TurboQuantMSEOptions:
     """`bits` a coordinate of the keys; `seed` of the rotation.
 
     `unbiased` stores |x| / <u, u^> in place of |x|, so that products with the
-    decoded row have no shrinkage, for the same bytes.
+    decoded row have no shrinkage, for the same bytes. `rounds` of the Hadamard
+    rotation: 2 makes the error the same for all directions, sparse ones included.
     """
 
     bits: int = 2
     seed: int = 42
     unbiased: bool = False
+    rounds: int = 1
 
     def __attrs_post_init__(self) -> None:
         check_int("turboquant_mse", "bits", self.bits, 1, 8)
         check_int("turboquant_mse", "seed", self.seed, 0)
+        check_choice("turboquant_mse", "unbiased", self.unbiased, (True, False))
+        check_int("turboquant_mse", "rounds", self.rounds, 1)
 
 
 @attrs.frozen
@@ -46,12 +50,13 @@ class TurboQuantMSECodec(Codec):
     bits: int
     seed: int
     unbiased: bool
+    rounds: int
     name = "turboquant_mse"
 
     def bind(self, dim: int, dtype: mx.Dtype) -> Coder:
         check(dim >= 3, self.name, "head_dim", "must be at least 3", dim)
         codes = scalar_codes(sphere_codebook(dim, self.bits), self.bits, dim)
-        return RotatedCoder(dim, dtype, random_rotation(dim, self.seed), (codes,), self.unbiased)
+        return RotatedCoder(dim, dtype, random_rotation(dim, self.seed, self.rounds), (codes,), self.unbiased)
 
 
 @attrs.frozen(eq=False)
@@ -105,7 +110,7 @@ class RotatedCoder(Coder):
 def turboquant_mse_codec(**options: Any) -> TurboQuantMSECodec:
     """Codec for keys or values; options as in TurboQuantMSEOptions."""
     o = TurboQuantMSEOptions(**options)
-    return TurboQuantMSECodec(o.bits, o.seed, o.unbiased)
+    return TurboQuantMSECodec(o.bits, o.seed, o.unbiased, o.rounds)
 
 
 def turboquant_mse(**options: Any) -> Transform:

@@ -26,7 +26,7 @@ from vq_functional.quantize.int8 import int8_codec
 class TurboQuantRVQOptions:
     """`bits` a coordinate in each of two stages; `value_bits` None (exact) or 8.
 
-    `unbiased` as in TurboQuantMSEOptions.
+    `unbiased` and `rounds` as in TurboQuantMSEOptions.
     """
 
     bits: int = 2
@@ -34,10 +34,13 @@ class TurboQuantRVQOptions:
     value_bits: int | None = None
     residual: str = "fitted"
     unbiased: bool = True
+    rounds: int = 1
 
     def __attrs_post_init__(self) -> None:
         check_int("turboquant_rvq", "bits", self.bits, 1, 8)
         check_int("turboquant_rvq", "seed", self.seed, 0)
+        check_choice("turboquant_rvq", "unbiased", self.unbiased, (True, False))
+        check_int("turboquant_rvq", "rounds", self.rounds, 1)
         check_choice("turboquant_rvq", "value_bits", self.value_bits, (None, 8))
         check_choice("turboquant_rvq", "residual", self.residual, ("fitted", "laplace"))
 
@@ -50,6 +53,7 @@ class TurboQuantRVQCodec(Codec):
     seed: int
     residual: str
     unbiased: bool
+    rounds: int
     name = "turboquant_rvq"
 
     def bind(self, dim: int, dtype: mx.Dtype) -> Coder:
@@ -57,13 +61,13 @@ class TurboQuantRVQCodec(Codec):
         second = residual_codebook if self.residual == "fitted" else laplace_codebook
         levels = (sphere_codebook(dim, self.bits), second(dim, self.bits))
         stages = tuple(scalar_codes(table, self.bits, dim) for table in levels)
-        return RotatedCoder(dim, dtype, random_rotation(dim, self.seed), stages, self.unbiased)
+        return RotatedCoder(dim, dtype, random_rotation(dim, self.seed, self.rounds), stages, self.unbiased)
 
 
 def turboquant_rvq_codec(**options: Any) -> TurboQuantRVQCodec:
     """Codec for keys or values; options as in TurboQuantRVQOptions, `value_bits` aside."""
     o = TurboQuantRVQOptions(**options)
-    return TurboQuantRVQCodec(o.bits, o.seed, o.residual, o.unbiased)
+    return TurboQuantRVQCodec(o.bits, o.seed, o.residual, o.unbiased, o.rounds)
 
 
 def turboquant_rvq(**options: Any) -> Transform:

@@ -91,9 +91,8 @@ def check_policy(
     check_int(name, "n_sink", n_sink, 0)
     check_int(name, recent_field, recent, 0)
     shielded = recent + n_sink + spared(protect, n_sink)
-    check(
-        shielded < budget, name, "budget", f"must exceed `n_sink`, `{recent_field}` and `protect`: {shielded}", budget
-    )
+    rule = f"must exceed the {shielded} rows of `n_sink`, `{recent_field}` and `protect`"
+    check(shielded < budget, name, "budget", rule, budget)
 
 
 def spared(protect: Spans, n_sink: int) -> int:

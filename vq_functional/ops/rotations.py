@@ -27,19 +27,23 @@ class Rotation:
 
 @attrs.frozen(eq=False)
 class HadamardRotation(Rotation):
-    """H diag(s2) H diag(s1): fast, 2 D numbers to keep.
+    """Rounds of H diag(signs): fast, D numbers a round to keep.
 
-    One round would turn a vector of few large entries into one of few distinct
-    values, which no codebook for random directions fits.
+    One round turns a vector of few large entries into one of few distinct
+    values; a second one makes it look like any other.
     """
 
-    signs: mx.array  # float32 [2, D]
+    signs: mx.array  # float32 [rounds, D]
 
     def apply(self, x: mx.array) -> mx.array:
-        return mx.hadamard_transform(mx.hadamard_transform(x * self.signs[0]) * self.signs[1])
+        for signs in self.signs:
+            x = mx.hadamard_transform(x * signs)
+        return x
 
     def undo(self, y: mx.array) -> mx.array:
-        return mx.hadamard_transform(mx.hadamard_transform(y) * self.signs[1]) * self.signs[0]
+        for signs in self.signs[::-1]:
+            y = mx.hadamard_transform(y) * signs
+        return y
 
 
 @attrs.frozen(eq=False)
@@ -56,10 +60,10 @@ class DenseRotation(Rotation):
 
 
 @functools.lru_cache(maxsize=1024)
-def random_rotation(dim: int, seed: int) -> Rotation:
-    """The rotation of a size and seed: randomized Hadamard where that is possible, else dense."""
+def random_rotation(dim: int, seed: int, rounds: int = 1) -> Rotation:
+    """The rotation of a size and seed: `rounds` of randomized Hadamard where that is possible, else dense."""
     if hadamard_size(dim):
-        signs = mx.where(mx.random.bernoulli(shape=(2, dim), key=mx.random.key(seed)), 1.0, -1.0)
+        signs = mx.where(mx.random.bernoulli(shape=(rounds, dim), key=mx.random.key(seed)), 1.0, -1.0)
         mx.eval(signs)
         return HadamardRotation(signs)
     return DenseRotation(random_orthogonal(dim, seed))
