@@ -30,6 +30,7 @@ _KV_HEADS = ("n_kv_heads", "num_kv_heads", "num_key_value_heads")
 # Models whose attention takes the number of rows for the number of tokens.
 _NO_EVICTION = {
     "mlx_lm.models.afm7": "its last layers take query positions from the number of rows",
+    "mlx_lm.models.gemma3n": "its last layers read an earlier layer's rows after that layer has settled",
     "mlx_lm.models.phi3small": "its block-sparse layers take positions from the order of rows",
 }
 
@@ -168,7 +169,7 @@ class KVCacheBuilder:
         known = isinstance(config, (KVCacheConfig, Transform))
         check(known, "for_model", "config", "must be a KVCacheConfig or a Transform", config)
         model = _language_model(model)
-        caches = list(mlx_cache.make_prompt_cache(model))
+        caches = _own_caches(model)
         layers = _layers(model, len(caches))
         places = [i for i, entry in enumerate(caches) if _replaceable(entry, layers[i])]
         left = sorted({f"{row.used} ({row.reason})" for row in report(caches)})
@@ -220,6 +221,12 @@ def _language_model(model: nn.Module) -> nn.Module:
     if hasattr(model, "make_cache") or inner is None:
         return model
     return _language_model(inner)
+
+
+def _own_caches(model: nn.Module) -> list[Any]:
+    """The caches that the model's class makes, whatever `make_cache` was set on this model: it may call for_model."""
+    make = getattr(type(model), "make_cache", None)
+    return list(make(model)) if make is not None else [mlx_cache.KVCache() for _ in model.layers]
 
 
 def _layers(model: nn.Module, count: int) -> list[nn.Module]:

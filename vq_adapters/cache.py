@@ -85,7 +85,7 @@ class TransformKVCache:
     ) -> mx.array:
         """Attention [B, Hq, S, Dv] of the last call's queries; `keys` and `values` are what that call returned.
 
-        Settles the call by the real queries.
+        Settles the call by the real queries, where these matter or the call is long.
         """
         first = keys.call is self._call
         self._call = None
@@ -93,7 +93,7 @@ class TransformKVCache:
             out = self._attend_codes(queries, scale, mask)
         else:
             out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-        if first:
+        if first and (self.transform.evicts or queries.shape[2] > FEW):
             self._settle(queries)
         return mx.depends([out], list(flatten(self._state)[0]))[0]
 
@@ -142,13 +142,18 @@ class TransformKVCache:
         return self.transform.trimmable
 
     def trim(self, n: int) -> int:
-        """Drop the newest `n` tokens; returns how many. An evicting cache drops none and returns 0."""
-        self._settle()
+        """Drop the newest `n` tokens; returns how many. An evicting cache drops none and returns 0.
+
+        Tokens of the last call go before it settles, so that a guess that is
+        taken back packs nothing.
+        """
         n = min(n, min(fill.tokens for fill in self._fills))
         if not self.is_trimmable() or self._state is None or n <= 0:
             return 0
-        self._state = self.transform.trim(self._state, n)
-        self._fills = [self.transform.trimmed(fill, n) for fill in self._fills]
+        fresh = min(n, self._unsettled[0].shape[2]) if self._unsettled is not None else 0
+        self._drop(fresh)
+        self._settle()
+        self._drop(n - fresh)
         return n
 
     @property
@@ -273,6 +278,11 @@ class TransformKVCache:
             self._padding = left if any(left) else None
         if any(self.transform.settles(fill, n) for fill in self._fills):
             self._unsettled = (keys, counts, lengths)
+
+    def _drop(self, n: int) -> None:
+        if n > 0:
+            self._state = self.transform.trim(self._state, n)
+            self._fills = [self.transform.trimmed(fill, n) for fill in self._fills]
 
     def _settled_state(self) -> Any:
         self._settle()

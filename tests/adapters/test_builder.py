@@ -293,30 +293,36 @@ class TestForModel:
         assert [type(cache) for cache in caches] == [mlx_cache.KVCache, H2OKVCache]
         assert report(caches)[0].reason.startswith("plain: latent attention")
 
-    def test_several_caches_in_a_layer_are_left_alone(self):
+    def test_several_caches_in_a_layer_are_left_alone(self, monkeypatch):
         model = build("llama")
         both = mlx_cache.CacheList(mlx_cache.KVCache(), mlx_cache.KVCache())
-        model.make_cache = lambda: [both, mlx_cache.KVCache()]
+        monkeypatch.setattr(type(model), "make_cache", lambda self: [both, mlx_cache.KVCache()], raising=False)
         caches = KVCacheBuilder.for_model(model, H2O)
         assert caches[0] is both
         assert type(caches[1]) is H2OKVCache
 
-    def test_subclasses_of_the_plain_cache_are_left_alone(self):
+    def test_subclasses_of_the_plain_cache_are_left_alone(self, monkeypatch):
         class Special(mlx_cache.KVCache):
             pass
 
         model = build("llama")
-        model.make_cache = lambda: [Special(), mlx_cache.KVCache()]
+        monkeypatch.setattr(type(model), "make_cache", lambda self: [Special(), mlx_cache.KVCache()], raising=False)
         caches = KVCacheBuilder.for_model(model, H2O)
         assert [type(cache) for cache in caches] == [Special, H2OKVCache]
         assert report(caches)[0].reason == "a class of its own"
 
-    def test_a_failing_make_cache_is_not_swallowed(self):
-        def make_cache():
+    def test_a_make_cache_of_this_model_may_call_it(self):
+        """What a user sets so that mlx_lm's commands and server take our caches."""
+        model = build("llama")
+        model.make_cache = lambda: KVCacheBuilder.for_model(model, KVCacheConfig(method="kivi"))
+        assert [cache.transform.name for cache in mlx_cache.make_prompt_cache(model)] == ["kivi"] * 2
+
+    def test_a_failing_make_cache_is_not_swallowed(self, monkeypatch):
+        def make_cache(self):
             raise KeyError("layer_types")
 
         model = build("llama")
-        model.make_cache = make_cache
+        monkeypatch.setattr(type(model), "make_cache", make_cache, raising=False)
         with pytest.raises(KeyError, match="layer_types"):
             KVCacheBuilder.for_model(model, H2O)
 

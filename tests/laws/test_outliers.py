@@ -89,11 +89,12 @@ def test_constant_rows(subject: Subject, level: float, dtype: mx.Dtype) -> None:
 @over()
 @CALLS
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=["nan", "inf", "minus-inf"])
-def test_a_bad_row_stays_alone(subject: Subject, pieces: list[int], bad: float) -> None:
+@pytest.mark.parametrize("channels", [64, 1], ids=["row", "entry"])
+def test_a_bad_row_stays_alone(subject: Subject, pieces: list[int], bad: float, channels: int) -> None:
     """Other rows are held as if the bad one were a repetition of its neighbour, which adds nothing to any range."""
     transform, row = subject.transform, 10
     keys, values = keys_and_values(SPEC, TOTAL)
-    here = (mx.arange(TOTAL) == row)[:, None]
+    here = (mx.arange(TOTAL) == row)[:, None] & (mx.arange(64) < channels)
     clean = [mx.where(here, x[:, :, row + 1 : row + 2], x) for x in (keys, values)]
     broken = [mx.where(here, mx.array(bad, mx.float16), x) for x in (keys, values)]
     one, two = (feed(transform, begin(transform), *pair, pieces) for pair in (clean, broken))

@@ -1,5 +1,6 @@
 """Policy: which rows stay. A score function and the rows that are never given up; blind to how rows are held."""
 
+import functools
 from typing import Any, ClassVar
 
 import attrs
@@ -101,19 +102,20 @@ def spared(protect: Spans, n_sink: int) -> int:
 
 
 def protect_field(name: str) -> Any:
-    """The option `protect` of a method: `[(start, end), ...]`, half-open spans of positions."""
+    """The option `protect` of a method, as `to_spans` takes it."""
+    return attrs.field(default=(), converter=functools.partial(to_spans, name))
 
-    def to_spans(protect: Any) -> Spans:
-        try:
-            spans = sorted((start, end) for start, end in protect)
-        except (TypeError, ValueError):
-            spans = [(0, 0)]
-        for start, end in spans:
-            whole = all(isinstance(edge, int) and not isinstance(edge, bool) for edge in (start, end))
-            check(whole and 0 <= start < end, name, "protect", "must be pairs of integers 0 <= start < end", protect)
-        return _disjoint(spans)
 
-    return attrs.field(default=(), converter=to_spans)
+def to_spans(name: str, protect: Any) -> Spans:
+    """`[(start, end), ...]`, half-open spans of positions, sorted and disjoint."""
+    try:
+        spans = sorted((start, end) for start, end in protect)
+    except (TypeError, ValueError):
+        spans = [(0, 0)]
+    for start, end in spans:
+        whole = all(isinstance(edge, int) and not isinstance(edge, bool) for edge in (start, end))
+        check(whole and 0 <= start < end, name, "protect", "must be pairs of integers 0 <= start < end", protect)
+    return _disjoint(spans)
 
 
 def _disjoint(spans: list[tuple[int, int]]) -> Spans:
