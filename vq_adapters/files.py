@@ -82,7 +82,16 @@ def _described(cache: Any, arrays: list[mx.array]) -> dict[str, Any]:
     name = type(cache).__name__
     known = OWN_CLASSES.get(name) is type(cache) or getattr(mlx_cache, name, None) is type(cache)
     check(known, "save", "caches", "must be of a class of this package or of mlx_lm.models.cache", type(cache))
-    return {"class": name, "state": _packed(cache.state, arrays)}
+    try:
+        state = cache.state
+    except AttributeError:  # before 0.32, mlx_lm's own empty caches have none
+        raise QuantizerConfigError(f"save: `caches` must have a state; got an empty {name}") from None
+    return {"class": name, "state": _packed(state, arrays), "meta": _packed(_meta_state(cache), arrays)}
+
+
+def _meta_state(cache: Any) -> Any:
+    """What `from_state` of mlx_lm's caches takes beside the state before 0.32; None where it takes nothing."""
+    return None if isinstance(cache, TransformKVCache) else getattr(cache, "meta_state", None)
 
 
 def _packed(node: Any, arrays: list[mx.array]) -> Any:
@@ -108,4 +117,5 @@ def _restored(layer: dict[str, Any], arrays: dict[str, mx.array]) -> Any:
     kind = OWN_CLASSES.get(name) or getattr(mlx_cache, name, None)
     known = isinstance(kind, type) and hasattr(kind, "from_state")
     check(known, "load", "class", "must be a class of this package or of mlx_lm.models.cache", name)
-    return kind.from_state(_unpacked(layer["state"], arrays))  # type: ignore[union-attr]
+    meta = () if layer["meta"] is None else (_unpacked(layer["meta"], arrays),)
+    return kind.from_state(_unpacked(layer["state"], arrays), *meta)  # type: ignore[union-attr]

@@ -165,13 +165,17 @@ def test_rounds_of_guesses_leave_what_a_fresh_cache_holds(name: str) -> None:
     assert mx.allclose(feed(model, caches, [7]), feed(model, fresh, [7]), atol=1e-3)
 
 
-def test_refused_guesses_leave_the_newest_rows_exact() -> None:
+@pytest.mark.parametrize("attended", [False, True], ids=["arrays", "hooked"])
+def test_refused_guesses_leave_the_newest_rows_exact(attended: bool) -> None:
     """A method that keeps its newest rows exact keeps as many after a guess that was taken back."""
     cache = TransformKVCache(vq.kivi(bits=2, group_size=32, residual_length=8))
     keys, values = (mx.random.normal((1, 2, 60, 64), key=mx.random.key(seed)) for seed in range(2))
     for start in range(50):
-        cache.update_and_fetch(keys[:, :, start : start + 4], values[:, :, start : start + 4])
-        cache.trim(3)
+        call = slice(start, start + 4)
+        returned = cache.update_and_fetch(keys[:, :, call], values[:, :, call])
+        if attended:
+            mx.eval(cache.attend(keys[:, :, call], *returned, 64**-0.5, "causal"))
+        assert cache.trim(3) == 3
         held, newest = cache.keys_and_values(), slice(max(0, start + 1 - 8), start + 1)
         assert mx.array_equal(held[0][:, :, newest], keys[:, :, newest])
         assert mx.array_equal(held[1][:, :, newest], values[:, :, newest])
