@@ -91,6 +91,8 @@ def entries() -> list[Entry]:
         *_transform("kivi 4 bits", lambda layer: vq.kivi(bits=4, group_size=32, residual_length=32), (False, True)),
         *_transform("kivi 2 bits", lambda layer: vq.kivi(), (False, True)),
         *_transform("turboquant_rvq", lambda layer: vq.turboquant_rvq(seed=42 + layer), (False, True)),
+        *_transform("turboquant_mse", lambda layer: vq.turboquant_mse(seed=42 + layer), (False, True)),
+        *_transform("qjl", lambda layer: vq.qjl(seed=42 + layer), (False, True)),
         *_transform("rows of 4-bit codes", lambda layer: _codes(4, layer), (False, True)),
         *_transform("snapkv 128", lambda layer: vq.snapkv(budget=128), (False, True)),
         *_transform("h2o 128", lambda layer: vq.h2o(budget=128), (False, True)),

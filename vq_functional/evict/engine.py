@@ -77,20 +77,11 @@ class Evicting(Transform):
         safe = self.policy.protected(scene)
         priority = mx.where(mx.isnan(priority), LOWEST, priority)
         priority = mx.where(scene.position < 0, -mx.inf, mx.where(safe, mx.inf, priority))
-        choose = self._choose_victim if held.new == 0 else self._choose_kept
-        return choose(SlotState(held.rows, scene.position, memory, held.offset, held.layout, held.new), scene, priority)
+        scored = SlotState(held.rows, scene.position, memory, held.offset, held.layout, held.new)
+        return self._drop_victim(scored, priority) if held.new == 0 else self._select(scored, scene.tokens, priority)
 
     def parts(self, held: SlotState, fill: Fill | None = None) -> tuple[Parts, Parts]:
-        rows = held.rows
-        if fill is not None:
-            stored = first_rows(held.rows, fill.rows - held.new)
-            last = held.new
-            rows = (
-                map_leaves(lambda old, x: mx.concatenate([old, x[:, :, -last:]], axis=2), stored, rows)
-                if last
-                else stored
-            )
-        return self.store.as_parts(held.layout, rows)
+        return self.store.as_parts(held.layout, held.rows if fill is None else _live(held, fill.rows))
 
     def positions(self, held: SlotState) -> mx.array:
         return held.position
@@ -152,23 +143,31 @@ class Evicting(Transform):
         key_parts, value_parts = self.store.as_parts(held.layout, held.rows)
         return Scene(key_parts, value_parts, position, queries, query_position, held.offset, counts, proxy)
 
-    def _choose_victim(self, held: SlotState, scene: Scene, priority: mx.array) -> SlotState:
+    def _drop_victim(self, held: SlotState, priority: mx.array) -> SlotState:
         victim = victim_row(priority, held.position, self.policy.latest)[..., None]
         full = (held.position >= 0).all(axis=-1, keepdims=True)
         stays = ~(full & (mx.arange(priority.shape[2]) == victim))
         return _only(stays, held)
 
-    def _choose_kept(self, held: SlotState, scene: Scene, priority: mx.array) -> SlotState:
+    def _select(self, held: SlotState, tokens: mx.array, priority: mx.array) -> SlotState:
         slots, budget = self.policy.budget + 1, mx.full(held.offset.shape, self.policy.budget, mx.int32)
         if self.policy.prompt_only:
             slots = priority.shape[2] - held.new
-            budget = mx.where(scene.tokens > 1, budget, slots)
+            budget = mx.where(tokens > 1, budget, slots)
         columns = min(slots, priority.shape[2])
         kept = top_rows(priority, budget, columns, self.policy.latest)
         rows, memory, position = map_leaves(lambda x: pick(x, kept), (held.rows, held.memory, held.position))
         count = mx.minimum((priority > -mx.inf).sum(axis=-1), budget[:, None])
         narrow = SlotState(rows, position, memory, held.offset, held.layout, 0)
         return _resized(_only(mx.arange(columns) < count[..., None], narrow), slots)
+
+
+def _live(held: SlotState, count: int) -> HeldRows:
+    """The `count` columns that hold rows: stored ones first, those of a call of several tokens last."""
+    stored = first_rows(held.rows, count - held.new)
+    if held.new == 0:
+        return stored
+    return map_leaves(lambda old, x: mx.concatenate([old, x[:, :, -held.new :]], axis=2), stored, held.rows)
 
 
 def _free_slot(position: mx.array) -> mx.array:
