@@ -1,12 +1,12 @@
 """QJL: unbiased scores, their variance and correlation, signs bit by bit, linearity, bytes."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from feeding import directions, draw, feed, feed_more, numbers
 
 import vq_functional as vq
 from vq_functional.core.codec import Coder, bind
@@ -18,19 +18,6 @@ dtypes = pytest.mark.parametrize(
     "dtype", [mx.float16, mx.bfloat16, mx.float32], ids=lambda dtype: str(dtype).split(".")[-1]
 )
 sketches = pytest.mark.parametrize("sketch", ["gaussian", "orthogonal"])
-
-
-def draw(*shape: int, seed: int = 0, dtype: mx.Dtype = mx.float32) -> mx.array:
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
-
-
-def directions(count: int, dim: int, seed: int = 0) -> mx.array:
-    x = draw(1, 1, count, dim, seed=seed)
-    return x / mx.linalg.norm(x, axis=-1, keepdims=True)
-
-
-def numbers(x: mx.array) -> np.ndarray:
-    return np.array(x.astype(mx.float32)).astype(np.float64)
 
 
 def coder_of(dim: int, dtype: mx.Dtype = mx.float32, **options: Any) -> Coder:
@@ -55,27 +42,6 @@ def pair(cosine: float, dim: int) -> tuple[mx.array, mx.array]:
     one, two = np.linalg.qr(np.random.default_rng(0).normal(size=(dim, 2)))[0].T
     query, key = 3 * one, 2 * (cosine * one + math.sqrt(1 - cosine**2) * two)
     return (mx.array(x.astype(np.float32))[None, None, None] for x in (query, key))
-
-
-def feed(transform: Any, keys: mx.array, values: mx.array, cuts: Sequence[int] = (), capacity: int = 64) -> Any:
-    spec = vq.KVSpec(
-        batch=keys.shape[0],
-        kv_heads=keys.shape[1],
-        key_dim=keys.shape[3],
-        value_dim=values.shape[3],
-        dtype=keys.dtype,
-        capacity=capacity,
-    )
-    return feed_more(transform, transform.init_state(spec), keys, values, cuts)
-
-
-def feed_more(transform: Any, state: Any, keys: mx.array, values: mx.array, cuts: Sequence[int] = ()) -> Any:
-    start = 0
-    for count in [*cuts, keys.shape[2] - sum(cuts)]:
-        piece = slice(start, start + count)
-        state, *_ = transform.update(state, keys[:, :, piece], values[:, :, piece])
-        start += count
-    return state
 
 
 # The estimate

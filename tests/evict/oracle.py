@@ -43,7 +43,7 @@ class Head:
 
     def settle(self, shown: list[int], new: list[int], queries: np.ndarray | None) -> None:
         """Score the rows `shown` and call `keep`."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} does not settle")
 
     def protected(self, position: int) -> bool:
         spans = any(start <= position < end for start, end in self.protect)
