@@ -17,7 +17,7 @@ from vq_functional.core.transform import Fill, Transform
 from vq_functional.core.tree import map_leaves, static_field
 from vq_functional.ops.attention import LOWEST, Parts
 from vq_functional.ops.masks import query_positions
-from vq_functional.ops.rows import BIG, extend_rows, pick, put, top_rows, victim_row
+from vq_functional.ops.rows import extend_rows, pick, put, token_order, top_rows, victim_row
 
 
 @attrs.frozen
@@ -110,7 +110,7 @@ class Evicting(Transform):
         return fill.rows + count if self.policy.prompt_only and count <= 1 else 0
 
     def ordered(self, state: SlotState) -> SlotState:
-        order = _token_order(state.position)
+        order = token_order(state.position)
         rows, memory, position = map_leaves(lambda x: pick(x, order), (state.rows, state.memory, state.position))
         return SlotState(rows, position, memory, state.offset, state.layout, 0)
 
@@ -132,7 +132,7 @@ class Evicting(Transform):
     def _stored_columns(self, position: mx.array) -> mx.array:
         """Index int [B, H, columns] of the slots in token order, without the free one."""
         slots = position.shape[2] if self.policy.prompt_only else position.shape[2] - 1
-        return _token_order(position)[..., :slots]
+        return token_order(position)[..., :slots]
 
     def _scene(self, held: SlotState, queries: mx.array, lengths: mx.array | None, proxy: bool) -> Scene:
         n, end = queries.shape[2], held.offset[:, None]
@@ -173,11 +173,6 @@ def _live(held: SlotState, count: int) -> HeldRows:
 def _free_slot(position: mx.array) -> mx.array:
     """Index int [B, H] of the first empty slot."""
     return mx.argmax((position < 0).astype(mx.int32), axis=-1)
-
-
-def _token_order(position: mx.array) -> mx.array:
-    """Slots in rising token order, empty ones last."""
-    return mx.argsort(mx.where(position < 0, BIG, position), axis=-1)
 
 
 def _only(stays: mx.array, state: SlotState) -> SlotState:

@@ -22,7 +22,7 @@ from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.evict.chain import chain
 from vq_functional.ops.masks import causal
-from vq_functional.ops.rows import BIG, pick, top_rows
+from vq_functional.ops.rows import pick, token_order, top_rows
 
 
 @attrs.frozen(kw_only=True)
@@ -113,7 +113,7 @@ class SnapKVPolicy(Policy):
 
 def _pooled(votes: mx.array, position: mx.array, kernel: int) -> mx.array:
     """Average of `kernel` neighbours in token order, zeros beyond both ends."""
-    order = mx.argsort(mx.where(position < 0, BIG, position), axis=-1)
+    order = token_order(position)
     ranked = mx.take_along_axis(mx.where(position < 0, 0, votes), order, axis=-1)
     reach = kernel // 2
     padded = mx.pad(ranked, [(0, 0), (0, 0), (reach, reach)])

@@ -58,6 +58,11 @@ def extend_rows(x: mx.array, count: int) -> mx.array:
     return mx.concatenate([x, room], axis=2)
 
 
+def token_order(position: mx.array) -> mx.array:
+    """Index int [B, H, C] of the columns in rising token order, empty ones last."""
+    return mx.argsort(mx.where(position < 0, BIG, position), axis=-1)
+
+
 def extend_last(x: mx.array, size: int) -> mx.array:
     """`x` with zeros at the end of the last axis, `size` in all."""
     return mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
