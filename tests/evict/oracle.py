@@ -19,6 +19,7 @@ class Head:
     """One KV head: the keys of all tokens, the positions held, and their scores."""
 
     latest = True  # of equal priorities the later position stays
+    stride: int | None = None  # without queries, keys settle so many at a time
 
     def __init__(self, budget: int, n_sink: int = 0, recent: int = 0, protect: Sequence[tuple[int, int]] = ()) -> None:
         self.budget, self.n_sink, self.recent, self.protect = budget, n_sink, recent, protect
@@ -33,13 +34,17 @@ class Head:
 
     def call(self, keys: np.ndarray, queries: np.ndarray | None = None) -> list[int]:
         """Take in `keys` [S, D] and settle by `queries` [G, S, D]; returns the positions shown to this call."""
+        shown = self.held + list(range(self.offset, self.offset + len(keys)))
+        size = self.stride if self.stride and queries is None else max(len(keys), 1)
+        for start in range(0, len(keys), size):
+            self._settle_some(keys[start : start + size], queries)
+        return shown
+
+    def _settle_some(self, keys: np.ndarray, queries: np.ndarray | None) -> None:
         new = list(range(self.offset, self.offset + len(keys)))
         self.keys += [key.astype(np.float64) for key in keys]
-        shown = self.held + new
         self.scores |= dict.fromkeys(new, 0.0)
-        if new:
-            self.settle(shown, new, queries)
-        return shown
+        self.settle(self.held + new, new, queries)
 
     def settle(self, shown: list[int], new: list[int], queries: np.ndarray | None) -> None:
         """Score the rows `shown` and call `keep`."""
@@ -82,6 +87,8 @@ class StreamingLLMHead(Head):
 
 class H2OHead(Head):
     """Attention mass: old mass times `decay`, then what the new token gives."""
+
+    stride = 24
 
     def __init__(
         self, budget: int, n_sink: int, grace: int, decay: float, protect: Sequence[tuple[int, int]] = ()

@@ -159,7 +159,7 @@ def test_row_counts_follow_from_token_counts(policy: Policy, pattern: list[int])
 def test_state_is_one_slot_more_than_the_budget(policy: Policy) -> None:
     transform, stream = chain(policy, rows()), make_stream(5, 50, batch=2, dim=16, value_dim=24, dtype=mx.float16)
     memory = 4 if policy.name == "h2o" else 0
-    size = 2 * 2 * (BUDGET + 1) * ((16 + 24) * 2 + 4 + memory) + 2 * 4
+    size = 2 * 2 * (BUDGET + 1) * ((16 + 24) * 2 + 4 + memory) + 2 * 12
     for state in (transform.init_state(stream.spec(1000)), feed(transform, stream, [40] + [1] * 10)):
         assert nbytes(state) == size
 

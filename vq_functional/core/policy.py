@@ -1,15 +1,36 @@
 """Policy: which rows stay. A score function and the rows that are never given up; blind to how rows are held."""
 
+from __future__ import annotations
+
 import functools
+import math
 from typing import Any, ClassVar
 
 import attrs
 import mlx.core as mx
 
 from vq_functional.core.errors import check, check_int
+from vq_functional.core.spec import KVSpec
 from vq_functional.ops.attention import Parts, decode, logits, probabilities
 
 Spans = tuple[tuple[int, int], ...]
+_WHOLE = 10**9
+
+
+@attrs.frozen(eq=False)
+class Picked:
+    """Some columns of each head."""
+
+    index: mx.array  # int [B, H, K]
+    valid: mx.array  # bool [B, H, K]: the others stand for no row
+
+
+@attrs.frozen(eq=False)
+class Shares:
+    """New rows as sums: `own` times a kept row, and `lost` times each lost one."""
+
+    own: mx.array  # float32 [B, H, K]
+    lost: mx.array  # float32 [B, H, K, R]
 
 
 @attrs.frozen(eq=False)
@@ -27,6 +48,7 @@ class Scene:
     offset: mx.array  # int32 [B]: tokens seen, this call's included
     lengths: mx.array  # int32 [B]: this call's tokens without padding
     proxy: bool
+    carry: Any = ()  # what the policy carries from call to call beside its memory
 
     @property
     def scale(self) -> float:
@@ -54,11 +76,13 @@ class Scene:
 class Policy:
     """Base of all policies.
 
-    `budget` rows of each head stay after a call that evicts. Protected: the
-    first `n_sink` positions, the newest `recent`, and the spans of `protect`.
+    `budget` rows of each head stay after a call that evicts; a float below 1 is
+    the share of the prompt (all tokens that came in calls of several) that stays.
+    Protected: the first `n_sink` positions, the newest `recent`, and the spans
+    of `protect`.
     """
 
-    budget: int
+    budget: int | float
     n_sink: int = 0
     recent: int = 0
     protect: Spans = ()
@@ -66,14 +90,41 @@ class Policy:
     name: ClassVar[str]
     prompt_only: ClassVar[bool] = False  # single tokens are only appended
     latest: ClassVar[bool] = True  # of equal priorities the later position stays
+    stride: ClassVar[int | None] = None  # standing-in keys settle so many at a time
+    folds: ClassVar[int] = 0  # rows that an evicted row may be folded into
+
+    @property
+    def most_dropped(self) -> int:
+        """Rows of a head that a single token may drive out."""
+        return 1
 
     def init(self, batch: int, heads: int, slots: int) -> Any:
-        """Per-row memory: a tree of arrays [B, H, slots, ...] that follow their rows, zero for a new row."""
+        """Per-row memory: a tree of arrays [B, H, slots, ...] that follow their rows."""
         return ()
 
+    def arrive(self, keys: mx.array, values: mx.array) -> Any:
+        """Memory of new rows, from keys and values [B, H, S, D] as they came; None for zeros."""
+        return None
+
+    def init_carry(self, spec: KVSpec) -> Any:
+        """What is carried beside the rows: a tree of arrays [B, ...]."""
+        return ()
+
+    def carry_on(self, scene: Scene) -> Any:
+        """The carry after a call, before anything is scored."""
+        return scene.carry
+
     def score(self, memory: Any, scene: Scene) -> tuple[Any, mx.array]:
-        """Next memory and priority float32 [B, H, T]; the highest stay."""
+        """Next memory and priority float32 [B, H, T]; the highest stay, and -inf never does."""
         raise TypeError(f"{self.name} does not score")
+
+    def rank(self, memory: Any, scene: Scene) -> mx.array:
+        """Priority float32 [B, H, T] by what earlier calls left in memory."""
+        raise TypeError(f"{self.name} does not remember")
+
+    def fold(self, memory: Any, scene: Scene, kept: Picked, lost: Picked) -> tuple[Any, Shares, Shares | None]:
+        """Memory of the kept rows, and how values (and keys, or None) of the lost rows are folded into them."""
+        raise TypeError(f"{self.name} does not fold")
 
     def protected(self, scene: Scene) -> mx.array:
         """Bool [B, H, T]: rows that are never given up."""
@@ -83,17 +134,51 @@ class Policy:
             safe = safe | ((position >= start) & (position < end))
         return safe
 
+    @property
+    def shielded(self) -> int:
+        """Rows that are protected at any time, at most."""
+        return self.recent + self.n_sink + spared(self.protect, self.n_sink)
+
+    def limit(self, prompt: int) -> int:
+        """Rows that may stay after a prompt of so many tokens."""
+        if isinstance(self.budget, int):
+            return self.budget
+        return max((prompt * _parts(self.budget) + _WHOLE // 2) // _WHOLE, self.shielded + 1)
+
+    def limits(self, prompt: mx.array) -> mx.array:
+        """`limit` of int32 [B] prompts."""
+        if isinstance(self.budget, int):
+            return mx.full(prompt.shape, self.budget, mx.int32)
+        share = (prompt.astype(mx.int64) * _parts(self.budget) + _WHOLE // 2) // _WHOLE
+        return mx.maximum(share, self.shielded + 1).astype(mx.int32)
+
+    def most(self, stored: int, n: int) -> int:
+        """Rows that may stay, at most, where `stored` could before a call of `n` tokens."""
+        return stored if isinstance(self.budget, int) else stored + math.ceil(self.budget * n) + 1
+
+    def kept(self, tokens: int, rows: int, limit: int) -> int:
+        """Of `rows` rows of a head, those that stay after `tokens` tokens."""
+        return min(rows, limit)
+
 
 def check_policy(
-    name: str, budget: int, n_sink: int, recent: int, protect: Spans, recent_field: str = "recent"
+    name: str, budget: int | float, n_sink: int, recent: int, protect: Spans, recent_field: str = "recent"
 ) -> None:
     """The rules that all budgets obey: at least one row must be free to go."""
-    check_int(name, "budget", budget, 1)
+    if isinstance(budget, float):
+        check(0 < budget < 1, name, "budget", "must be an integer, or a share of the prompt between 0 and 1", budget)
+    else:
+        check_int(name, "budget", budget, 1)
     check_int(name, "n_sink", n_sink, 0)
     check_int(name, recent_field, recent, 0)
     shielded = recent + n_sink + spared(protect, n_sink)
     rule = f"must exceed the {shielded} rows of `n_sink`, `{recent_field}` and `protect`"
-    check(shielded < budget, name, "budget", rule, budget)
+    check(isinstance(budget, float) or shielded < budget, name, "budget", rule, budget)
+
+
+def _parts(share: float) -> int:
+    """A share in billionths: integers make host and device agree on every count."""
+    return round(share * _WHOLE)
 
 
 def spared(protect: Spans, n_sink: int) -> int:

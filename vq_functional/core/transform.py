@@ -25,6 +25,8 @@ class Fill:
     tokens: int = 0  # seen so far: the position of the next token
     rows: int = 0  # held
     coded: int = 0  # of these, rows that are packed in groups along tokens
+    prompt: int = 0  # tokens that came in calls of several
+    limit: int = 0  # rows that may stay, where this is agreed between layers; 0 where the options say it
 
 
 class Transform:

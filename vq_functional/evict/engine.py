@@ -10,24 +10,16 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
-from vq_functional.core.policy import Policy, Scene
-from vq_functional.core.spec import KVSpec, Layout
-from vq_functional.core.store import HeldRows, RowStore, first_rows, start_offset
+from vq_functional.core.policy import Picked, Policy, Scene
+from vq_functional.core.spec import KVSpec
+from vq_functional.core.store import HeldRows, RowStore, start_offset
 from vq_functional.core.transform import Fill, Transform
-from vq_functional.core.tree import map_leaves, static_field
+from vq_functional.core.tree import map_leaves
+from vq_functional.evict.folding import fold
+from vq_functional.evict.slots import SlotState, columns, free_slot, joined, live_rows, moved, only, picked, resized
 from vq_functional.ops.attention import LOWEST, Parts
 from vq_functional.ops.masks import query_positions
-from vq_functional.ops.rows import extend_rows, pick, put, token_order, top_rows, victim_row
-
-
-@attrs.frozen
-class SlotState:
-    rows: HeldRows  # arrays [B, H, slots, width]
-    position: mx.array  # int32 [B, H, slots]: token position, -1 in an empty slot
-    memory: Any  # the policy's own arrays [B, H, slots, ...]
-    offset: mx.array  # int32 [B]: tokens seen
-    layout: Layout = static_field()
-    new: int = static_field()  # columns at the end that a call of several tokens put there; 0 once settled
+from vq_functional.ops.rows import chosen, gap_fillers, pick, put, token_order, top_rows, victim_row
 
 
 @attrs.frozen
@@ -45,62 +37,86 @@ class Evicting(Transform):
         return self.store.coded
 
     def init_state(self, spec: KVSpec, left_padding: mx.array | None = None) -> SlotState:
-        slots = max(self.policy.budget, spec.capacity) if self.policy.prompt_only else self.policy.budget + 1
-        position = mx.full((spec.batch, spec.kv_heads, slots), -1, mx.int32)
-        memory = self.policy.init(spec.batch, spec.kv_heads, slots)
-        rows = self.store.empty(spec.layout, spec.batch, slots)
-        return SlotState(rows, position, memory, start_offset(spec.batch, left_padding), spec.layout, 0)
+        limit = self.policy.limit(0)
+        slots = max(limit, spec.capacity) if self.policy.prompt_only else limit + 1
+        counts = mx.zeros((spec.batch,), mx.int32)
+        return SlotState(
+            rows=self.store.empty(spec.layout, spec.batch, slots),
+            position=mx.full((spec.batch, spec.kv_heads, slots), -1, mx.int32),
+            memory=self.policy.init(spec.batch, spec.kv_heads, slots),
+            carry=self.policy.init_carry(spec),
+            offset=start_offset(spec.batch, left_padding),
+            prompt=counts,
+            limit=counts + limit,
+            layout=spec.layout,
+            new=0,
+        )
 
     def write(self, state: SlotState, keys: mx.array, values: mx.array, lengths: mx.array | None = None) -> SlotState:
         n = keys.shape[2]
+        count = mx.full(state.offset.shape, n, mx.int32) if lengths is None else lengths
+        offset = state.offset + count
         new = self.store.encode(state.layout, keys, values)
+        memory = self.policy.arrive(keys, values)
         incoming = query_positions(state.offset, n)
-        offset = state.offset + (n if lengths is None else lengths)
-        position = self._positions_after(state.position, incoming)
-        if n == 1:
-            free = _free_slot(state.position)[..., None]
-            rows = map_leaves(lambda slots, row: put(slots, free, row), state.rows, new)
-            return SlotState(rows, position, state.memory, offset, state.layout, 0)
-        stored = self._stored_columns(state.position)
-        rows, memory = map_leaves(lambda x: pick(x, stored), (state.rows, state.memory))
-        rows = map_leaves(lambda old, x: mx.concatenate([old, x], axis=2), rows, new)
-        memory = map_leaves(lambda x: extend_rows(x, stored.shape[2] + n), memory)
-        return SlotState(rows, position, memory, offset, state.layout, n)
+        if n > 1:
+            return self._write_several(state, new, memory, incoming, count, offset)
+        free = free_slot(state.position)[..., None]
+        rows = map_leaves(lambda slots, row: put(slots, free, row), state.rows, new)
+        if memory is not None:
+            state = attrs.evolve(state, memory=map_leaves(lambda x, row: put(x, free, row), state.memory, memory))
+        return attrs.evolve(state, rows=rows, position=self._positions_after(state.position, incoming), offset=offset)
 
     def settle(
         self, held: SlotState, queries: mx.array, lengths: mx.array | None = None, proxy: bool = False
     ) -> SlotState:
-        scene = self._scene(held, queries, lengths, proxy)
+        if proxy and self.policy.stride and held.new > self.policy.stride:
+            return self._settle_in_strides(held, queries, lengths, self.policy.stride)
+        scored, scene, priority = self._scored(held, queries, lengths, proxy)
         if self.policy.prompt_only and held.new == 0:
-            return SlotState(held.rows, scene.position, held.memory, held.offset, held.layout, 0)
-        memory, priority = self.policy.score(held.memory, scene)
-        safe = self.policy.protected(scene)
-        priority = mx.where(mx.isnan(priority), LOWEST, priority)
-        priority = mx.where(scene.position < 0, -mx.inf, mx.where(safe, mx.inf, priority))
-        scored = SlotState(held.rows, scene.position, memory, held.offset, held.layout, held.new)
-        return self._drop_victim(scored, priority) if held.new == 0 else self._select(scored, scene.tokens, priority)
+            return scored
+        return self._drop(scored, scene, priority) if held.new == 0 else self._select(scored, scene, priority)
+
+    def observe(
+        self, held: SlotState, queries: mx.array, lengths: mx.array | None = None, proxy: bool = False
+    ) -> SlotState:
+        """`settle` without giving rows up: what the call tells is remembered, for `compact`."""
+        scored, _, _ = self._scored(held, queries, lengths, proxy)
+        return resized(attrs.evolve(scored, new=0), scored.slots + 1)
+
+    def compact(self, state: SlotState, limit: mx.array, most: int) -> SlotState:
+        """The rows that memory ranks highest, `limit` int32 [B] of them and at most `most`."""
+        nobody = mx.zeros((*state.position.shape[:2], 0, state.layout.key_dim), state.layout.dtype)
+        scene = self._scene(state, nobody, None, False)
+        priority = self._guarded(self.policy.rank(state.memory, scene), scene)
+        return self._gather(attrs.evolve(state, limit=limit), scene, priority, limit, most + 1)
 
     def parts(self, held: SlotState, fill: Fill | None = None) -> tuple[Parts, Parts]:
-        return self.store.as_parts(held.layout, held.rows if fill is None else _live(held, fill.rows))
+        return self.store.as_parts(held.layout, held.rows if fill is None else live_rows(held, fill.rows))
 
     def positions(self, held: SlotState) -> mx.array:
         return held.position
 
     def positions_after(self, state: SlotState, n: int, fill: Fill | None = None) -> mx.array:
-        columns = self._positions_after(state.position, query_positions(state.offset, n))
+        after = self._positions_after(state.position, query_positions(state.offset, n))
         if fill is None:
-            return columns
-        stored = columns[..., : fill.rows + (1 if n == 1 else 0)]
-        return stored if n == 1 else mx.concatenate([stored, columns[..., -n:]], axis=-1)
+            return after
+        stored = after[..., : fill.rows + (1 if n == 1 else 0)]
+        return stored if n == 1 else mx.concatenate([stored, after[..., -n:]], axis=-1)
 
     def grow(self, state: SlotState, capacity: int) -> SlotState:
-        more = self.policy.prompt_only and capacity > self.capacity(state)
-        return _resized(state, capacity) if more else state
+        return resized(state, capacity)
+
+    def written(self, fill: Fill, n: int) -> Fill:
+        return attrs.evolve(
+            fill, tokens=fill.tokens + n, rows=fill.rows + n, prompt=fill.prompt + (n if n > 1 else 0)
+        )
 
     def settled(self, fill: Fill, n: int) -> Fill:
         if self.policy.prompt_only and n <= 1:
             return fill
-        return Fill(fill.tokens, min(fill.rows, self.policy.budget))
+        limit = fill.limit or self.policy.limit(fill.prompt)
+        return attrs.evolve(fill, rows=self.policy.kept(fill.tokens, fill.rows, limit))
 
     def settles(self, fill: Fill, n: int) -> bool:
         return not (self.policy.prompt_only and n == 1)
@@ -110,23 +126,35 @@ class Evicting(Transform):
         return fill.rows + count if self.policy.prompt_only and count <= 1 else 0
 
     def ordered(self, state: SlotState) -> SlotState:
-        order = token_order(state.position)
-        rows, memory, position = map_leaves(lambda x: pick(x, order), (state.rows, state.memory, state.position))
-        return SlotState(rows, position, memory, state.offset, state.layout, 0)
+        return picked(state, token_order(state.position))
 
     def capacity(self, state: SlotState) -> int:
-        return state.position.shape[2]
+        return state.slots
 
     def overflows(self, state: SlotState, n: int) -> mx.array | None:
         if not self.policy.prompt_only or n > 1:
             return None
         return (state.position[:, 0] >= 0).all(axis=-1)
 
+    def _write_several(
+        self, state: SlotState, new: HeldRows, memory: Any, incoming: mx.array, count: mx.array, offset: mx.array
+    ) -> SlotState:
+        n = incoming.shape[1]
+        if memory is None:
+            memory = map_leaves(lambda x: mx.zeros((*x.shape[:2], n, *x.shape[3:]), x.dtype), state.memory)
+        position = mx.broadcast_to(incoming[:, None], (*state.position.shape[:2], n))
+        stored = picked(state, self._stored_columns(state.position))
+        held = joined(stored, attrs.evolve(state, rows=new, memory=memory, position=position))
+        tokens = mx.minimum(count, offset)
+        prompt = state.prompt + mx.where(tokens > 1, tokens, 0)
+        limit = state.limit if isinstance(self.policy.budget, int) else self.policy.limits(prompt)
+        return attrs.evolve(held, offset=offset, prompt=prompt, limit=limit)
+
     def _positions_after(self, position: mx.array, incoming: mx.array) -> mx.array:
         """Column positions that `write` leaves, for tokens at `incoming` int [B, n]."""
         incoming = mx.broadcast_to(incoming[:, None], (*position.shape[:2], incoming.shape[1]))
         if incoming.shape[2] == 1:
-            return put(position, _free_slot(position)[..., None], mx.maximum(incoming, -1))
+            return put(position, free_slot(position)[..., None], mx.maximum(incoming, -1))
         return mx.concatenate([pick(position, self._stored_columns(position)), incoming], axis=2)
 
     def _stored_columns(self, position: mx.array) -> mx.array:
@@ -134,57 +162,79 @@ class Evicting(Transform):
         slots = position.shape[2] if self.policy.prompt_only else position.shape[2] - 1
         return token_order(position)[..., :slots]
 
+    def _scored(
+        self, held: SlotState, queries: mx.array, lengths: mx.array | None, proxy: bool
+    ) -> tuple[SlotState, Scene, mx.array]:
+        """The state with memory and carry of after this call, what the policy saw, and its priorities."""
+        scene = self._scene(held, queries, lengths, proxy)
+        if self.policy.prompt_only and held.new == 0:
+            return attrs.evolve(held, position=scene.position), scene, scene.position
+        scene = attrs.evolve(scene, carry=self.policy.carry_on(scene))
+        memory, priority = self.policy.score(held.memory, scene)
+        scored = attrs.evolve(held, position=scene.position, memory=memory, carry=scene.carry)
+        return scored, scene, self._guarded(priority, scene)
+
+    def _guarded(self, priority: mx.array, scene: Scene) -> mx.array:
+        """Priorities with protected rows above all and empty columns below all others."""
+        priority = mx.where(mx.isnan(priority), LOWEST, priority)
+        return mx.where(scene.position < 0, -mx.inf, mx.where(self.policy.protected(scene), mx.inf, priority))
+
     def _scene(self, held: SlotState, queries: mx.array, lengths: mx.array | None, proxy: bool) -> Scene:
         n, end = queries.shape[2], held.offset[:, None]
         counts = mx.full(held.offset.shape, n, mx.int32) if lengths is None else lengths
         query_position = query_positions(held.offset - counts, n)
         query_position = mx.where(query_position < end, query_position, -1)
         position = mx.where(held.position < end[..., None], held.position, -1)
-        key_parts, value_parts = self.store.as_parts(held.layout, held.rows)
-        return Scene(key_parts, value_parts, position, queries, query_position, held.offset, counts, proxy)
+        parts = self.store.as_parts(held.layout, held.rows)
+        return Scene(*parts, position, queries, query_position, held.offset, counts, proxy, held.carry)
 
-    def _drop_victim(self, held: SlotState, priority: mx.array) -> SlotState:
+    def _settle_in_strides(
+        self, held: SlotState, keys: mx.array, lengths: mx.array | None, stride: int
+    ) -> SlotState:
+        """Settle `stride` standing-in keys after the other: each sees only rows that the earlier ones left."""
+        stored, end = held.slots - held.new, held.slots
+        counts = mx.full(held.offset.shape, held.new, mx.int32) if lengths is None else lengths
+        state = attrs.evolve(columns(held, 0, stored), offset=held.offset - counts)
+        for start in range(stored, end, stride):
+            block = columns(held, start, min(start + stride, end))
+            count = mx.clip(counts - (start - stored), 0, block.slots)
+            state = attrs.evolve(joined(state, block), offset=state.offset + count)
+            asking = keys[:, :, start - stored : start - stored + block.slots]
+            state = self.settle(state, asking, None if lengths is None else count, proxy=True)
+            state = columns(state, 0, state.slots - 1)
+        return resized(state, state.slots + 1)
+
+    def _drop(self, held: SlotState, scene: Scene, priority: mx.array) -> SlotState:
+        """After a single token: rows over the limit leave their slots, and no other row moves."""
+        if self.policy.most_dropped > 1:
+            stays = priority > -mx.inf
+            full = mx.arange(held.slots) < stays.sum(axis=-1, keepdims=True)
+            return only(full, moved(only(stays, held), *gap_fillers(stays, self.policy.most_dropped)))
+        live = held.position >= 0
+        over = live.sum(axis=-1, keepdims=True) > held.limit[:, None, None]
         victim = victim_row(priority, held.position, self.policy.latest)[..., None]
-        full = (held.position >= 0).all(axis=-1, keepdims=True)
-        stays = ~(full & (mx.arange(priority.shape[2]) == victim))
-        return _only(stays, held)
+        stays = live & ~(over & (mx.arange(held.slots) == victim))
+        if self.policy.folds:
+            every = mx.broadcast_to(mx.arange(held.slots), live.shape)
+            held = fold(self.policy, self.store, held, held, scene, Picked(every, stays), Picked(victim, over))
+        return only(stays, held)
 
-    def _select(self, held: SlotState, tokens: mx.array, priority: mx.array) -> SlotState:
-        slots, budget = self.policy.budget + 1, mx.full(held.offset.shape, self.policy.budget, mx.int32)
-        if self.policy.prompt_only:
-            slots = priority.shape[2] - held.new
-            budget = mx.where(tokens > 1, budget, slots)
-        columns = min(slots, priority.shape[2])
-        kept = top_rows(priority, budget, columns, self.policy.latest)
-        rows, memory, position = map_leaves(lambda x: pick(x, kept), (held.rows, held.memory, held.position))
-        count = mx.minimum((priority > -mx.inf).sum(axis=-1), budget[:, None])
-        narrow = SlotState(rows, position, memory, held.offset, held.layout, 0)
-        return _resized(_only(mx.arange(columns) < count[..., None], narrow), slots)
+    def _select(self, held: SlotState, scene: Scene, priority: mx.array) -> SlotState:
+        """After a call of several tokens: one selection and one gather."""
+        stored = held.slots - held.new
+        most = self.policy.most(stored, held.new)
+        if not self.policy.prompt_only:
+            return self._gather(held, scene, priority, held.limit, most + 1)
+        return self._gather(held, scene, priority, mx.where(scene.tokens > 1, held.limit, most), most)
 
-
-def _live(held: SlotState, count: int) -> HeldRows:
-    """The `count` columns that hold rows: stored ones first, those of a call of several tokens last."""
-    stored = first_rows(held.rows, count - held.new)
-    if held.new == 0:
-        return stored
-    return map_leaves(lambda old, x: mx.concatenate([old, x[:, :, -held.new :]], axis=2), stored, held.rows)
-
-
-def _free_slot(position: mx.array) -> mx.array:
-    """Index int [B, H] of the first empty slot."""
-    return mx.argmax((position < 0).astype(mx.int32), axis=-1)
-
-
-def _only(stays: mx.array, state: SlotState) -> SlotState:
-    """The state with all slots but `stays` bool [B, H, slots] emptied."""
-    position = mx.where(stays, state.position, -1)
-    memory = map_leaves(lambda x: mx.where(stays.reshape(stays.shape + (1,) * (x.ndim - 3)), x, 0), state.memory)
-    return SlotState(state.rows, position, memory, state.offset, state.layout, state.new)
-
-
-def _resized(state: SlotState, slots: int) -> SlotState:
-    """The state with empty slots added at the end."""
-    rows, memory = map_leaves(lambda x: extend_rows(x, slots), (state.rows, state.memory))
-    missing = slots - state.position.shape[2]
-    position = mx.pad(state.position, [(0, 0), (0, 0), (0, missing)], constant_values=-1)
-    return SlotState(rows, position, memory, state.offset, state.layout, state.new)
+    def _gather(self, held: SlotState, scene: Scene, priority: mx.array, limit: mx.array, slots: int) -> SlotState:
+        """The `limit` int32 [B] rows of highest priority, in `slots` slots."""
+        width, live = min(slots, held.slots), priority > -mx.inf
+        index = top_rows(priority, limit, width, self.policy.latest)
+        stays = mx.arange(width) < mx.minimum(live.sum(axis=-1, keepdims=True), limit[:, None, None])
+        narrow, surplus = picked(held, index), held.slots - self.policy.limit(0)
+        if self.policy.folds and surplus > 0:
+            kept = mx.put_along_axis(mx.zeros(live.shape, mx.bool_), index, stays, axis=-1)
+            lost = Picked(*chosen(live & ~kept, surplus))
+            narrow = fold(self.policy, self.store, narrow, held, scene, Picked(index, stays), lost)
+        return resized(only(stays, narrow), slots)

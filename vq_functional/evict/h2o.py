@@ -2,20 +2,19 @@
 
 Differs from the paper: `decay` ages old mass, `grace` shields the newest rows
 and `n_sink` the first ones; a call of several tokens selects once, at its end.
-Without real queries the keys stand in: each key attends to the rows before it.
+Without real queries the keys stand in, 24 at a time: each attends to the rows before it.
 """
 
 from typing import Any
 
 import attrs
-import mlx.core as mx
 
 from vq_functional.core.errors import check_number
-from vq_functional.core.policy import Policy, Scene, Spans, check_policy, protect_field
+from vq_functional.core.policy import Spans, check_policy, protect_field
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.evict.chain import chain
-from vq_functional.evict.scoring import attention_mass
+from vq_functional.evict.mass import MassPolicy
 
 
 @attrs.frozen(kw_only=True)
@@ -41,20 +40,10 @@ class H2OOptions:
 
 
 @attrs.frozen
-class H2OPolicy(Policy):
+class H2OPolicy(MassPolicy):
     """Priority is the attention mass received so far."""
 
-    decay: float = 0.98
     name = "h2o"
-
-    def init(self, batch: int, heads: int, slots: int) -> mx.array:
-        return mx.zeros((batch, heads, slots), mx.float32)
-
-    def score(self, mass: mx.array, scene: Scene) -> tuple[mx.array, mx.array]:
-        age = scene.lengths[:, None] - 1 - mx.arange(scene.queries.shape[2])
-        weights = mx.where(age >= 0, self.decay ** mx.maximum(age, 0), 0.0)
-        aged = self.decay ** scene.lengths[:, None, None] * mass + attention_mass(scene, weights)
-        return aged, aged
 
 
 def h2o_policy(**options: Any) -> H2OPolicy:

@@ -83,12 +83,35 @@ def top_rows(priority: mx.array, keep: mx.array, size: int, latest: bool) -> mx.
     wanted = keep[:, None, None] - above.sum(axis=-1, keepdims=True)
     order = mx.cumsum(tied.astype(mx.int32), axis=-1, reverse=latest)
     kept = (above | (tied & (order <= wanted))) & (priority > -mx.inf)
-    return mx.sort(mx.where(kept, mx.arange(total), mx.arange(total) + total), axis=-1)[..., :size] % total
+    return chosen(kept, size)[0]
+
+
+def chosen(wanted: mx.array, size: int) -> tuple[mx.array, mx.array]:
+    """Index int [B, H, size] of the columns that are `wanted`, rising; and which of the indices are."""
+    total = wanted.shape[-1]
+    columns = mx.arange(total)
+    index = mx.sort(mx.where(wanted, columns, columns + total), axis=-1)[..., :size]
+    return index % total, index < total
+
+
+def gap_fillers(stays: mx.array, most: int) -> tuple[mx.array, mx.array]:
+    """Columns int [B, H, most] to move, and where, so that what `stays` comes first; at most `most` gaps.
+
+    Where there are fewer gaps, the rest moves columns onto themselves.
+    """
+    first = mx.arange(stays.shape[-1]) < stays.sum(axis=-1, keepdims=True)
+    target, gap = chosen(first & ~stays, most)
+    source, _ = chosen(stays & ~first, most)
+    return mx.where(gap, source, target), target
 
 
 def victim_row(priority: mx.array, position: mx.array, latest: bool) -> mx.array:
-    """Index int [B, H] of the row of lowest priority; of equal ones the oldest goes when `latest` stay."""
-    tied = priority == priority.min(axis=-1, keepdims=True)
+    """Index int [B, H] of the row of lowest priority; of equal ones the oldest goes when `latest` stay.
+
+    A column with a position below zero holds no row.
+    """
+    priority = mx.where(position < 0, mx.inf, priority)
+    tied = (priority == priority.min(axis=-1, keepdims=True)) & (position >= 0)
     if latest:
         return mx.argmin(mx.where(tied, position, BIG), axis=-1)
     return mx.argmax(mx.where(tied, position, -1), axis=-1)

@@ -1,0 +1,27 @@
+"""The rule that several methods share: the attention mass that a row has received decides."""
+
+import attrs
+import mlx.core as mx
+
+from vq_functional.core.policy import Policy, Scene
+from vq_functional.evict.scoring import attention_mass
+
+
+@attrs.frozen
+class MassPolicy(Policy):
+    """Priority is the mass so far, float32 [B, H, slots]; `decay` multiplies it once a token."""
+
+    decay: float = 1.0
+    stride = 24
+
+    def init(self, batch: int, heads: int, slots: int) -> mx.array:
+        return mx.zeros((batch, heads, slots), mx.float32)
+
+    def score(self, mass: mx.array, scene: Scene) -> tuple[mx.array, mx.array]:
+        age = scene.lengths[:, None] - 1 - mx.arange(scene.queries.shape[2])
+        weights = mx.where(age >= 0, self.decay ** mx.maximum(age, 0), 0.0)
+        aged = self.decay ** scene.lengths[:, None, None] * mass + attention_mass(scene, weights)
+        return aged, self.rank(aged, scene)
+
+    def rank(self, mass: mx.array, scene: Scene) -> mx.array:
+        return mass
