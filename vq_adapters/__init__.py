@@ -3,10 +3,30 @@
 from vq_adapters import files
 from vq_adapters.builder import STANDALONE_METHODS, KVCacheBuilder, KVCacheFactory, report
 from vq_adapters.cache import TransformKVCache
-from vq_adapters.classes import H2OKVCache, KIVIKVCache, SnapKVKVCache, StreamingLLMKVCache, TurboQuantRVQKVCache
+from vq_adapters.coded_classes import KIVIKVCache, TurboQuantRVQKVCache
 from vq_adapters.config import KVCacheConfig
+from vq_adapters.evicting_classes import (
+    CaMKVCache,
+    ChunkKVCache,
+    CurDKVCache,
+    H2OKVCache,
+    KeyformerKVCache,
+    KNormKVCache,
+    KVzipCache,
+    L2NormKVCache,
+    MorphKVCache,
+    NestedKVCache,
+    PyramidKVCache,
+    QFiltersKVCache,
+    SnapKVKVCache,
+    SqueezeAttentionCache,
+    StreamingLLMKVCache,
+    TOVAKVCache,
+)
 from vq_adapters.files import load, save
+from vq_adapters.group import LayerGroup
 from vq_adapters.hook import attention_hook, install_attention
+from vq_adapters.kvzip import kvzip_prefill
 from vq_adapters.options import (
     A2ATSOptions,
     AdaKVOptions,
@@ -51,6 +71,9 @@ from vq_functional.core.errors import QuantizerConfigError
 
 files.register()
 
+# The documented names of what holds the state that layers share.
+SqueezeCoordinator = ChunkKVIndexReuseCoordinator = LayerGroup
+
 __all__ = [
     "STANDALONE_METHODS",
     "A2ATSOptions",
@@ -58,31 +81,44 @@ __all__ = [
     "AdaKVOptions",
     "AgeTieredKVOptions",
     "AnchorKVOptions",
+    "CaMKVCache",
     "CaMOptions",
     "CacheGenOptions",
+    "ChunkKVCache",
+    "ChunkKVIndexReuseCoordinator",
     "ChunkKVOptions",
+    "CurDKVCache",
     "CurDKVOptions",
     "GEAROptions",
     "H2OKVCache",
     "H2OOptions",
     "KIVIKVCache",
     "KIVIOptions",
+    "KNormKVCache",
     "KVCache",
     "KVCacheBuilder",
     "KVCacheConfig",
     "KVCacheFactory",
     "KVQuantOptions",
     "KVTCOptions",
+    "KVzipCache",
     "KVzipOptions",
+    "KeyformerKVCache",
     "KeyformerOptions",
     "KittyOptions",
+    "L2NormKVCache",
     "L2NormOptions",
+    "LayerGroup",
     "MiniCacheOptions",
+    "MorphKVCache",
     "MorphKVOptions",
     "NSNQuantOptions",
+    "NestedKVCache",
     "NestedKVOptions",
     "PALUOptions",
+    "PyramidKVCache",
     "PyramidKVOptions",
+    "QFiltersKVCache",
     "QFiltersOptions",
     "QJLKVCache",
     "QuantizerConfigError",
@@ -93,9 +129,12 @@ __all__ = [
     "SnapKVKVCache",
     "SnapKVOptions",
     "SpectralQuantOptions",
+    "SqueezeAttentionCache",
     "SqueezeAttentionOptions",
+    "SqueezeCoordinator",
     "StreamingLLMKVCache",
     "StreamingLLMOptions",
+    "TOVAKVCache",
     "TOVAOptions",
     "TransformKVCache",
     "TurboQuantKVCache",
@@ -106,6 +145,7 @@ __all__ = [
     "ZipCacheOptions",
     "attention_hook",
     "install_attention",
+    "kvzip_prefill",
     "load",
     "report",
     "save",

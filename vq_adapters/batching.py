@@ -22,7 +22,7 @@ def merge(caches: Sequence[TransformKVCache]) -> TransformKVCache:
     transform = caches[0].transform
     for cache in caches:
         check(cache.transform == transform, "merge", "caches", "must be of one method and options", cache.transform)
-    batch = caches[0]._fresh()
+    batch = caches[0]._fresh(("merge", *(id(cache._group) for cache in caches)))
     batch._batched = True
     batch._state = _joined(transform, [(cache._settled_state(), len(cache._fills)) for cache in caches])
     batch._fills = [fill for cache in caches for fill in cache._fills]
@@ -50,7 +50,7 @@ def select(cache: TransformKVCache, keep: Iterable[int] | mx.array) -> None:
 
 def extract(cache: TransformKVCache, index: int) -> TransformKVCache:
     """One row as a single cache; the others are untouched."""
-    single, state = cache._fresh(), cache._settled_state()
+    single, state = cache._fresh(("extract", index)), cache._settled_state()
     single._fills = [cache._fills[index]]
     if state is not None and single._fills[0].tokens > 0:
         single._state = map_leaves(lambda leaf: leaf[index : index + 1], state)
@@ -79,11 +79,11 @@ def _joined(transform: Transform, states: list[tuple[Any, int]]) -> Any:
     for state in held:
         check(state.layout == layout, "merge", "caches", f"must be of one layout {layout}", state.layout)
     grown = [blank(transform, layout, rows, capacity) if state is None else state for state, rows in states]
-    grown = [transform.grow(state, capacity) for state in grown]
+    grown = [transform.widen(state, capacity) for state in grown]
     return map_leaves(lambda *leaves: mx.concatenate(list(leaves), axis=0), *grown)
 
 
 def blank(transform: Transform, layout: Layout, rows: int, capacity: int) -> Any:
     """An empty state of `rows` batch rows with exactly the room that a state of `capacity` has."""
     sizes = attrs.asdict(layout)
-    return transform.grow(transform.init_state(KVSpec(batch=rows, capacity=1, **sizes)), capacity)
+    return transform.widen(transform.init_state(KVSpec(batch=rows, capacity=1, **sizes)), capacity)

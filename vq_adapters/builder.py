@@ -9,14 +9,16 @@ from typing import Any
 import attrs
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.models import cache as mlx_cache
 
 from vq_adapters.cache import TransformKVCache
 from vq_adapters.classes import CLASSES
-from vq_adapters.config import KVCacheConfig, check_field
+from vq_adapters.config import KVCacheConfig, Layer, check_field
+from vq_adapters.group import LayerGroup
 from vq_adapters.vectors import VECTOR_CLASSES, KVCache, SlidingWindowKVCache
 from vq_functional.core.errors import check
-from vq_functional.core.spec import KVSpec
+from vq_functional.core.spec import FLOATS, KVSpec
 from vq_functional.core.transform import Transform
 from vq_functional.methods import TABLE
 
@@ -163,8 +165,8 @@ class KVCacheBuilder:
         What the model made of another class stays as it is (`report` tells which
         and why), and so do latent keys and values. A transform serves all layers
         alike. Raises QuantizerConfigError where nothing can be replaced, where a
-        list of bit widths has not one entry a replaced layer, and where the model
-        can't do with fewer rows than tokens.
+        list has not one entry a replaced layer, where bytes are too few, and where
+        the model can't do with fewer rows than tokens.
         """
         known = isinstance(config, (KVCacheConfig, Transform))
         check(known, "for_model", "config", "must be a KVCacheConfig or a Transform", config)
@@ -174,8 +176,13 @@ class KVCacheBuilder:
         places = [i for i, entry in enumerate(caches) if _replaceable(entry, layers[i])]
         left = sorted({f"{row.used} ({row.reason})" for row in report(caches)})
         check(len(places) > 0, "for_model", "model", "must have a plain KVCache to replace", left)
-        for place, bits in zip(places, _bits_by_layer(config, len(places)), strict=True):
-            caches[place] = _layer_cache(config, place, bits, _attention(layers[place]))
+        group = LayerGroup()
+        for index, place in enumerate(places):
+            attention = _attention(layers[place])
+            layer = Layer(index, len(places), place, _spec(attention, _dtype(layers[place])))
+            caches[place] = _layer_cache(config, layer, attention)
+            if caches[place].transform.in_group:
+                caches[place].join(group, index)
         _check_eviction(model, caches[places[0]].transform)
         return caches
 
@@ -186,28 +193,29 @@ def _one_layer(config: KVCacheConfig) -> TransformKVCache:
     return TransformKVCache(config.transform(), max_tokens=config.capacity)
 
 
-def _layer_cache(
-    config: KVCacheConfig | Transform, layer: int, bits: int | None, attention: nn.Module | None
-) -> TransformKVCache:
-    head_dim = _head_dim(attention)
-    if isinstance(config, Transform):
-        cache = TransformKVCache(config)
-    else:
-        cache = _one_layer(config.for_layer(layer, bits, head_dim))
+def _layer_cache(config: KVCacheConfig | Transform, layer: Layer, attention: nn.Module | None) -> TransformKVCache:
+    cache = TransformKVCache(config) if isinstance(config, Transform) else _one_layer(config.for_layer(layer))
     cache.query_heads = _number(attention, _QUERY_HEADS)
-    if head_dim is not None:
+    if layer.spec is not None:
         # Refuses a head size at once, and makes the tables in this thread.
-        cache.transform.init_state(KVSpec(kv_heads=1, key_dim=head_dim, value_dim=head_dim, capacity=1))
+        cache.transform.init_state(attrs.evolve(layer.spec, kv_heads=1))
     return cache
 
 
-def _bits_by_layer(config: KVCacheConfig | Transform, count: int) -> list[int | None]:
-    bits = None if isinstance(config, Transform) else config.bit_width_inlier
-    if not isinstance(bits, (list, tuple)):
-        return [None] * count
-    rule = f"must have one entry for each of the {count} layers that are replaced"
-    check(len(bits) == count, "for_model", "bit_width_inlier", rule, bits)
-    return list(bits)
+def _spec(attention: nn.Module | None, dtype: mx.Dtype) -> KVSpec | None:
+    """Shapes of a layer's keys and values; None where its attention module doesn't tell."""
+    size = _head_dim(attention)
+    if size is None:
+        return None
+    heads = _number(attention, _KV_HEADS) or 1
+    return KVSpec(kv_heads=heads, key_dim=size, value_dim=size, dtype=dtype, capacity=1)
+
+
+def _dtype(layer: nn.Module) -> mx.Dtype:
+    """The dtype of a layer's own numbers, which its keys and values have too."""
+    leaves: Any = tree_flatten(layer.parameters())
+    kinds = {x.dtype for _, x in leaves} & set(FLOATS)
+    return next((kind for kind in (mx.float32, mx.bfloat16) if kind in kinds), mx.float16)
 
 
 def _check_eviction(model: nn.Module, transform: Transform) -> None:

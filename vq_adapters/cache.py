@@ -1,17 +1,20 @@
 """TransformKVCache: any transform as a cache that mlx_lm can use in place of its own."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, cast
 
+import attrs
 import mlx.core as mx
 
 from vq_adapters import batching, persistence
+from vq_adapters.group import LayerGroup
 from vq_adapters.steps import steps
 from vq_adapters.tagged import TaggedArray, tag
 from vq_functional.core.errors import check
 from vq_functional.core.spec import KVSpec
 from vq_functional.core.transform import Fill, Transform
 from vq_functional.core.tree import flatten, map_leaves, nbytes
+from vq_functional.evict.engine import Evicting
 from vq_functional.ops.attention import Mask, lower_right
 
 STEP = 64  # rows by which a growing store grows
@@ -43,6 +46,31 @@ class TransformKVCache:
         self._padding: list[int] | None = None  # left padding to come
         self._call: object | None = None  # names the last call until its attention is done
         self._unsettled: tuple[mx.array, list[int], mx.array | None] | None = None
+        self._group: LayerGroup | None = None
+        self._layer = 0  # in the group
+        self._waits = False  # for the layers to agree: until then every row stays
+        self._holds = False  # every row, until `compact`
+
+    def join(self, group: LayerGroup, layer: int) -> None:
+        """Become the cache of attention layer number `layer` in the group of a cache list."""
+        self._group, self._layer = group, layer
+        group.join(layer, self)
+
+    def hold(self) -> None:
+        """From now on give nothing up, until `compact`; for methods that evict."""
+        check(self.transform.evicts, self.transform.name, "hold", "is for methods that evict", self.transform.name)
+        self._settle()
+        self._holds = True
+
+    def compact(self, budgets: Sequence[int] | None = None) -> None:
+        """Go down to `budgets` rows, one number a batch row, by what the method remembers; None for its own."""
+        self._settle()
+        self._holds = False
+        limits = list(budgets or (self._evicting.policy.limit(fill.prompt) for fill in self._fills))
+        if self._state is not None:
+            self._state = self._evicting.compact(self._state, mx.array(limits, mx.int32), max(limits))
+        agreed = zip(self._fills, limits, strict=True)
+        self._fills = [attrs.evolve(fill, rows=min(fill.rows, limit), limit=limit) for fill, limit in agreed]
 
     # What the model calls
 
@@ -201,6 +229,7 @@ class TransformKVCache:
         memo[id(self)] = copy
         copy.__dict__.update(self.__dict__)  # arrays of a state never change, so both may hold them
         copy._fills = list(self._fills)
+        copy._rejoin(self, "copy")
         return copy
 
     # Batches: one class is single cache and batch cache
@@ -244,30 +273,65 @@ class TransformKVCache:
 
     def to_batch(self, left_padding: Sequence[int]) -> "TransformKVCache":
         """An empty batch cache for prompts that are padded on the left."""
-        batch = self._fresh()
+        batch = self._fresh("batch")
         batching.pad_left(batch, left_padding)
         return batch
 
     # The state's moments
 
+    @property
+    def _evicting(self) -> Evicting:
+        return cast(Evicting, self.transform)
+
     def _settle(self, queries: mx.array | None = None) -> None:
         """End the last call by its real queries, or by its keys when nobody handed any over."""
-        if self._unsettled is None:
-            return
-        keys, counts, lengths = self._unsettled
-        self._unsettled = None
-        compiled = steps(self.transform)
-        if keys.shape[2] > 1 or lengths is not None:
-            asked = keys if queries is None else queries
-            self._state = self.transform.settle(self._state, asked, lengths, proxy=queries is None)
-        elif queries is None:
-            self._state = compiled.settle_by_keys(self._state, keys)
+        if self._unsettled is not None:
+            self._end_call(queries)
+        if self._waits and queries is None and self._group is not None:
+            self._waits = False
+            self.compact(self._group.agreed(self._layer, self._evicting.policy.agree))
+
+    def _end_call(self, queries: mx.array | None) -> None:
+        keys, counts, lengths = cast(tuple[mx.array, list[int], mx.array | None], self._unsettled)
+        asked, proxy = (keys, True) if queries is None else (queries, False)
+        if self._holds:
+            self._state = self._evicting.retain(self._state)
+        elif self._waits:
+            self._state = self._evicting.observe(self._state, asked, lengths, proxy)
         else:
-            self._state = compiled.settle(self._state, queries)
-        self._fills = self._advance(self.transform.settled, counts)
+            self._state = self._settled(asked, lengths, proxy)
+            self._fills = self._advance(self.transform.settled, counts)
+        self._unsettled = None
+
+    def _settled(self, asked: mx.array, lengths: mx.array | None, proxy: bool) -> Any:
+        """The state after `settle`, compiled for single tokens."""
+        eager, compiled = asked.shape[2] > 1 or lengths is not None, steps(self.transform)
+        if self._group is None or not (self.transform.leads or self.transform.leader is not None):
+            if eager:
+                return self.transform.settle(self._state, asked, lengths, proxy=proxy)
+            return (compiled.settle_by_keys if proxy else compiled.settle)(self._state, asked)
+        leader, tokens = self.transform.leader, [fill.tokens for fill in self._fills]
+        told = None if leader is None else self._group.handed(leader, tokens)
+        if eager:
+            state, told = self.transform.settle_in(self._state, told, asked, lengths, proxy=proxy)
+        else:
+            state, told = (compiled.settle_in_by_keys if proxy else compiled.settle_in)(self._state, told, asked)
+        if self.transform.leads:
+            self._group.hand_on(self._layer, tokens, told)
+        return state
+
+    def _tell(self, group: LayerGroup, keys: mx.array, counts: list[int]) -> None:
+        """Tell the other layers of the first call, whose rows all stay until the next."""
+        n = keys.shape[2]
+        column, count = mx.arange(n), mx.array(counts)[:, None]
+        valid = column < count if self._padding is None else column >= n - count
+        group.tell(self._layer, self._evicting.policy.tell(keys, valid))
+        self._waits = True
 
     def _write(self, keys: mx.array, values: mx.array, counts: list[int], lengths: mx.array | None) -> None:
         n = keys.shape[2]
+        if self._group is not None and self.transform.agrees and not any(fill.tokens for fill in self._fills):
+            self._tell(self._group, keys, counts)
         write = steps(self.transform).write if n == 1 and lengths is None else self.transform.write
         self._state = write(self._state, keys, values, lengths)
         self._fills = self._advance(self.transform.written, counts)
@@ -366,11 +430,16 @@ class TransformKVCache:
     def _uniform(self) -> bool:
         return self._padding is None and all(fill == self._fills[0] for fill in self._fills[1:])
 
-    def _fresh(self) -> "TransformKVCache":
-        """An empty cache of the same kind."""
+    def _fresh(self, way: Hashable) -> "TransformKVCache":
+        """An empty cache of the same kind, for the list that is made of this one's in some `way`."""
         fresh = type(self).__new__(type(self))
         fresh._reset(self.transform, self.max_tokens, self.query_heads)
+        fresh._rejoin(self, way)
         return fresh
+
+    def _rejoin(self, origin: "TransformKVCache", way: Hashable) -> None:
+        if origin._group is not None:
+            self.join(origin._group.descend(way, origin._layer), origin._layer)
 
     def _tie(self, value: mx.array) -> None:
         """Keep `value` in the graph of whatever reads the state next."""

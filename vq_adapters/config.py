@@ -6,18 +6,19 @@ import copy
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 import mlx.core as mx
 
+from vq_adapters.budgets import BUDGETS, rows_within, to_bytes
 from vq_adapters.documented import DEFAULTS, METHOD_NAMES, options_of
 from vq_adapters.names import SHARED, field_of
 from vq_adapters.options import OPTIONS, OWNERS, annotation, options_fields
 from vq_functional.core.codec import PlainCodec
 from vq_functional.core.errors import QuantizerConfigError, check, check_choice, check_int
-from vq_functional.core.spec import FLOATS
+from vq_functional.core.spec import FLOATS, KVSpec
 from vq_functional.core.store import RowStore
 from vq_functional.core.transform import Transform
 from vq_functional.evict.chain import chain
@@ -27,6 +28,9 @@ from vq_functional.methods import METHODS, find
 
 Rule = Callable[[str, str, Any], None]
 Kind = TypeVar("Kind")
+
+# Options that may be lists of one entry a layer.
+PER_LAYER = ("bits", *BUDGETS)
 
 # Accepted with any value: they choose between ways of computing the same result, and here the fastest is always taken.
 SPEED_FIELDS = (
@@ -117,6 +121,16 @@ RULES: dict[str, Rule] = {
 }
 
 
+@attrs.frozen
+class Layer:
+    """Which layer a configuration is for."""
+
+    index: int = 0  # among the attention layers that are replaced
+    count: int | None = None  # of these; None where nobody knows
+    number: int = 0  # among all layers of the model
+    spec: KVSpec | None = None  # shapes of its keys and values, where the model tells
+
+
 def check_field(method: str, field: str, value: Any) -> None:
     """Refuse a value that no method can take in this field."""
     if field in RULES:
@@ -135,8 +149,10 @@ class KVCacheConfig:
     """Which method, with which options; one flat field for everything that is documented.
 
     `options`, one of the options classes, fills the fields of its method. Such
-    a field set directly works too, with a DeprecationWarning. `bit_width_inlier`
-    may be a list of one entry a layer for `KVCacheBuilder.for_model`.
+    a field set directly works too, with a DeprecationWarning. For
+    `KVCacheBuilder.for_model`, `bit_width_inlier` and the fields that are a
+    budget may be lists of one entry a layer, and a budget may be the bytes of
+    all layers together ("48MB"). A budget below 1 is a share of the prompt.
     Raises QuantizerConfigError for values that the method can't take, and for
     fields that would have no effect on it.
     """
@@ -149,6 +165,7 @@ class KVCacheConfig:
         sliding_window: int | None
         dtype: mx.Dtype | None
         seed: int
+        _place: Layer
 
         def __init__(self, *args: Any, **kwargs: Any) -> None: ...
         def __getattr__(self, name: str) -> Any: ...
@@ -166,37 +183,77 @@ class KVCacheConfig:
             raise RuntimeError(f"{self.method}: `use_metal_kernels` must not be True: there is no Metal device")
         if self.method in METHODS:
             self._check_effects()
-            many = isinstance(self.bit_width_inlier, (list, tuple))
-            for bits in set(self.bit_width_inlier) if many else [self.bit_width_inlier]:
-                self.for_layer(0, bits).transform()
+            count = max((len(entries) for entries in self._lists().values()), default=1)
+            for index in range(count):
+                self._checkable().for_layer(Layer(index=index % count)).transform()
 
     def __repr__(self) -> str:
         changed = {name: getattr(self, name) for name, default in DEFAULTS.items()}
         changed = {name: x for name, x in changed.items() if name == "method" or not _same(x, DEFAULTS[name])}
         return f"KVCacheConfig({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 
-    def transform(self, layer: int = 0) -> Transform:
-        """The configured transform of a layer; layers differ in their seed, where there is one."""
+    def transform(self) -> Transform:
+        """The configured transform of one layer.
+
+        Raises QuantizerConfigError for a method that is not built, for a list, and for a budget in bytes.
+        """
         rule = f"is documented but not built; built are {sorted(METHODS)}"
         check(self.method in METHODS, self.method, "method", rule, self.method)
         options = {option: getattr(self, field) for option, field in self._uses().items()}
-        one = not isinstance(options.get("bits"), (list, tuple))
-        rule = "must be an integer for one cache; `for_model` takes a list"
-        check(one, self.method, "bit_width_inlier", rule, self.bit_width_inlier)
-        if self._uses().get("seed") == "seed":
-            options["seed"] += layer
-        transform = find(self.method).build(**options)
+        for option, field in self._uses().items():
+            value = options[option]
+            one = option not in PER_LAYER or not isinstance(value, (list, tuple))
+            check(one, self.method, field, "must be one value for one cache; `for_model` takes a list", value)
+            known = option not in BUDGETS or not isinstance(value, str)
+            check(known, self.method, field, "in bytes is for `for_model`, which knows the shapes", value)
+        transform = find(self.method).build(**options, **self._placed())
         if self.dtype is not None:
             transform = held_in(transform, self.dtype)
         return transform if self.sliding_window is None else in_window(transform, self.sliding_window)
 
-    def for_layer(self, layer: int, bits: int | None = None, head_dim: int | None = None) -> KVCacheConfig:
-        """The configuration of one layer: its own seed, and bits and head size where given."""
+    def for_layer(self, layer: Layer) -> KVCacheConfig:
+        """The configuration of one layer: its entry of each list, its own seed, its head size where known."""
         one = copy.copy(self)
-        one.seed = self.seed + layer
-        one.bit_width_inlier = self.bit_width_inlier if bits is None else bits
-        one.head_dim = self.head_dim if head_dim is None else head_dim
+        one._place = layer
+        if self._uses().get("seed") == "seed":
+            one.seed = self.seed + layer.number
+        one.head_dim = self.head_dim if layer.spec is None else layer.spec.key_dim
+        for field, entries in self._lists().items():
+            rule = f"must have one entry for each of the {layer.count} layers that are replaced"
+            check(layer.count is None or len(entries) == layer.count, self.method, field, rule, entries)
+            setattr(one, field, entries[layer.index % len(entries)])
+        for option in BUDGETS:
+            one._fit(self._uses().get(option))
         return one
+
+    def _fit(self, field: str | None) -> None:
+        """Make a budget in bytes one in rows, where the shapes are known."""
+        value, place = field and getattr(self, field), self._place
+        if not isinstance(value, str) or place.spec is None or place.count is None:
+            return
+        size = to_bytes(self.method, str(field), value) // place.count
+        setattr(self, str(field), rows_within(self._checkable().transform(), place.spec, size))
+
+    def _checkable(self) -> KVCacheConfig:
+        """The same with default budgets in place of bytes."""
+        one = copy.copy(self)
+        for field in (self._uses().get(option) for option in BUDGETS):
+            if field is not None and isinstance(getattr(self, field), str):
+                to_bytes(self.method, field, getattr(self, field))
+                setattr(one, field, DEFAULTS[field])
+        return one
+
+    def _lists(self) -> dict[str, Sequence[Any]]:
+        """Fields that have one entry a layer."""
+        fields = [self._uses().get(option) for option in PER_LAYER]
+        values = {field: getattr(self, field) for field in fields if field is not None}
+        return {field: value for field, value in values.items() if isinstance(value, (list, tuple)) and value}
+
+    def _placed(self) -> dict[str, int]:
+        """Options that say which layer of how many this is, where the method has them."""
+        told = {"layer": self._place.index, "layers": self._place.count}
+        has = options_of(self.method) if self._place.count is not None else {}
+        return {option: value for option, value in told.items() if option in has and value is not None}
 
     def _uses(self) -> dict[str, str]:
         """Functional options of the method and the fields that they come from."""
@@ -234,6 +291,9 @@ class KVCacheConfig:
         for field, reason in NO_EFFECT.items():
             same = field in self._uses().values() or _same(getattr(self, field), DEFAULTS[field])
             check(same, self.method, field, f"has no effect: {reason}", getattr(self, field))
+
+
+KVCacheConfig._place = Layer()
 
 
 @functools.lru_cache(maxsize=64)

@@ -75,6 +75,7 @@ RENAMED: dict[str, dict[str, str]] = {
     "polar": _CODED,
     "spectral": _CODED,
     "qjl": {"jl_dim": "jl_dim", "seed": "seed"},
+    "cam": {"seed": "seed"},
     "kivi": {"bits": "bit_width_inlier", "residual_length": "residual_length"},
     "kivi_sink": {
         "bits": "bit_width_inlier",

@@ -10,6 +10,7 @@ import attrs
 import mlx.core as mx
 
 from vq_adapters.batching import blank
+from vq_adapters.group import loaded
 from vq_functional.core.describe import describe, restore
 from vq_functional.core.errors import QuantizerConfigError, check
 from vq_functional.core.spec import Layout
@@ -41,6 +42,7 @@ def header(cache: TransformKVCache) -> dict[str, Any]:
         "fills": [list(attrs.astuple(fill)) for fill in cache._fills],
         "layout": None if cache._state is None else _layout_of(cache),
         "capacity": None if cache._state is None else cache.transform.capacity(cache._state),
+        "group": None if cache._group is None else [cache._group.key, cache._layer],
     }
 
 
@@ -50,7 +52,7 @@ def unpack(cache: TransformKVCache, arrays: Sequence[mx.array]) -> None:
     try:
         transform = restore(data["transform"])
         fills = [Fill(*counters) for counters in data["fills"]]
-        rest = {name: data[name] for name in ("max_tokens", "query_heads", "batched", "remaining", "padding")}
+        rest = {name: data[name] for name in ("max_tokens", "query_heads", "batched", "remaining", "padding", "group")}
         state = None if data["layout"] is None else _rebuilt(transform, data, arrays[1:])
         _check_fills(transform, fills, state)
     except (KeyError, TypeError, AttributeError) as error:
@@ -59,6 +61,9 @@ def unpack(cache: TransformKVCache, arrays: Sequence[mx.array]) -> None:
     cache._reset(transform, rest["max_tokens"], rest["query_heads"])
     cache._state, cache._fills, cache._batched = state, fills, rest["batched"]
     cache._remaining, cache._padding = rest["remaining"], rest["padding"]
+    if rest["group"] is not None:
+        key, layer = rest["group"]
+        cache.join(loaded(key, layer), layer)
 
 
 def _check_fills(transform: Transform, fills: list[Fill], state: Any) -> None:

@@ -18,6 +18,8 @@ class Steps:
     write: Callable[..., Any]
     settle: Callable[..., Any]
     settle_by_keys: Callable[..., Any]
+    settle_in: Callable[..., Any]
+    settle_in_by_keys: Callable[..., Any]
     attend: Callable[[float], Callable[..., Any]]
 
 
@@ -28,8 +30,18 @@ def steps(transform: Transform) -> Steps:
     def settle_by_keys(held: Any, keys: mx.array) -> Any:
         return transform.settle(held, keys, proxy=True)
 
+    def settle_in_by_keys(held: Any, group: Any, keys: mx.array) -> Any:
+        return transform.settle_in(held, group, keys, proxy=True)
+
     @functools.lru_cache(maxsize=16)
     def attend(scale: float) -> Callable[..., Any]:
         return jit(lambda held, queries: transform.attend(held, queries, scale))
 
-    return Steps(jit(transform.write), jit(transform.settle), jit(settle_by_keys), attend)
+    return Steps(
+        jit(transform.write),
+        jit(transform.settle),
+        jit(settle_by_keys),
+        jit(transform.settle_in),
+        jit(settle_in_by_keys),
+        attend,
+    )

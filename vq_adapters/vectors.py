@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import mlx.core as mx
 
 from vq_adapters.cache import TransformKVCache
-from vq_adapters.classes import row_bytes
 from vq_adapters.config import KVCacheConfig, in_window
+from vq_adapters.method_cache import row_bytes
 from vq_functional.core.errors import check, check_int
 from vq_functional.core.store import RowStore
 from vq_functional.core.transform import Transform

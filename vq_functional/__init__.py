@@ -11,10 +11,20 @@ from vq_functional.core.spec import KVSpec
 from vq_functional.core.store import Store, rows
 from vq_functional.core.transform import Transform
 from vq_functional.core.tree import nbytes
+from vq_functional.evict.cam import cam, cam_policy
 from vq_functional.evict.chain import chain
+from vq_functional.evict.chunkkv import chunkkv, chunkkv_policy
 from vq_functional.evict.h2o import h2o, h2o_policy
+from vq_functional.evict.keyformer import keyformer, keyformer_policy
+from vq_functional.evict.knorm import knorm, knorm_policy
+from vq_functional.evict.kvzip import kvzip, kvzip_policy
+from vq_functional.evict.morphkv import morphkv, morphkv_policy
+from vq_functional.evict.nestedkv import nestedkv, nestedkv_policy
+from vq_functional.evict.pyramidkv import pyramidkv, pyramidkv_policy
 from vq_functional.evict.snapkv import snapkv, snapkv_policy
+from vq_functional.evict.squeeze import squeeze, squeeze_policy
 from vq_functional.evict.streaming_llm import streaming_llm, streaming_llm_policy
+from vq_functional.evict.tova import tova, tova_policy
 from vq_functional.methods import METHODS
 from vq_functional.quantize.int8 import int8_codec
 from vq_functional.quantize.kivi import kivi
@@ -28,20 +38,40 @@ __all__ = [
     "QuantizerConfigError",
     "Store",
     "Transform",
+    "cam",
+    "cam_policy",
     "chain",
+    "chunkkv",
+    "chunkkv_policy",
     "compile",
     "h2o",
     "h2o_policy",
     "int8_codec",
+    "keyformer",
+    "keyformer_policy",
     "kivi",
+    "knorm",
+    "knorm_policy",
+    "kvzip",
+    "kvzip_policy",
+    "morphkv",
+    "morphkv_policy",
     "nbytes",
+    "nestedkv",
+    "nestedkv_policy",
+    "pyramidkv",
+    "pyramidkv_policy",
     "qjl",
     "qjl_codec",
     "rows",
     "snapkv",
     "snapkv_policy",
+    "squeeze",
+    "squeeze_policy",
     "streaming_llm",
     "streaming_llm_policy",
+    "tova",
+    "tova_policy",
     "turboquant_mse",
     "turboquant_mse_codec",
     "turboquant_rvq",

@@ -9,9 +9,19 @@ from vq_functional.codebook.turboquant_mse import TurboQuantMSEOptions, turboqua
 from vq_functional.codebook.turboquant_rvq import TurboQuantRVQOptions, turboquant_rvq
 from vq_functional.core.errors import QuantizerConfigError
 from vq_functional.core.transform import Transform
+from vq_functional.evict.cam import CaMOptions, cam
+from vq_functional.evict.chunkkv import ChunkKVOptions, chunkkv
 from vq_functional.evict.h2o import H2OOptions, h2o
+from vq_functional.evict.keyformer import KeyformerOptions, keyformer
+from vq_functional.evict.knorm import L2NormOptions, knorm
+from vq_functional.evict.kvzip import KVzipOptions, kvzip
+from vq_functional.evict.morphkv import MorphKVOptions, morphkv
+from vq_functional.evict.nestedkv import NestedKVOptions, nestedkv
+from vq_functional.evict.pyramidkv import PyramidKVOptions, pyramidkv
 from vq_functional.evict.snapkv import SnapKVOptions, snapkv
+from vq_functional.evict.squeeze import SqueezeAttentionOptions, squeeze
 from vq_functional.evict.streaming_llm import StreamingLLMOptions, streaming_llm
+from vq_functional.evict.tova import TOVAOptions, tova
 from vq_functional.quantize.kivi import KIVIOptions, kivi
 
 
@@ -25,6 +35,12 @@ class Method:
     chunk_invariant one-shot prefill equals any chunking, bit for bit
     attends_codes   `attend` reads codes without rebuilding keys or values
     vectors         also serves one head, vector by vector
+    window          which rows stay follows from their positions alone
+    new_rows_go     the newest row competes like any other
+    one_choice      all heads of a layer keep the same rows
+    sums_heads      adds up the scores of the query heads that share a KV head
+    chunks          rows stay or go by chunks of neighbours
+    folds           evicted rows go on in the values of others
     """
 
     name: str
@@ -41,9 +57,19 @@ def _row(name: str, options: type, build: Callable[..., Transform], paper: str, 
 _CODES = "packs chunk_invariant attends_codes"
 
 TABLE = (
-    _row("streaming_llm", StreamingLLMOptions, streaming_llm, "2309.17453", "evicts chunk_invariant"),
+    _row("streaming_llm", StreamingLLMOptions, streaming_llm, "2309.17453", "evicts window chunk_invariant"),
     _row("h2o", H2OOptions, h2o, "2306.14048", "evicts uses_queries"),
     _row("snapkv", SnapKVOptions, snapkv, "2404.14469", "evicts uses_queries"),
+    _row("tova", TOVAOptions, tova, "2401.06104", "evicts uses_queries new_rows_go one_choice"),
+    _row("pyramidkv", PyramidKVOptions, pyramidkv, "2406.02069", "evicts uses_queries"),
+    _row("squeeze", SqueezeAttentionOptions, squeeze, "2404.04793", "evicts uses_queries"),
+    _row("chunkkv", ChunkKVOptions, chunkkv, "2502.00299", "evicts uses_queries chunks"),
+    _row("cam", CaMOptions, cam, "PMLR 235:58840", "evicts uses_queries folds"),
+    _row("knorm", L2NormOptions, knorm, "2406.11430", "evicts chunk_invariant new_rows_go"),
+    _row("keyformer", KeyformerOptions, keyformer, "2403.09054", "evicts uses_queries new_rows_go"),
+    _row("morphkv", MorphKVOptions, morphkv, "2503.00979", "evicts uses_queries sums_heads"),
+    _row("kvzip", KVzipOptions, kvzip, "2505.23416", "evicts uses_queries new_rows_go"),
+    _row("nestedkv", NestedKVOptions, nestedkv, "2605.26678", "evicts new_rows_go"),
     _row("kivi", KIVIOptions, kivi, "2402.02750", _CODES),
     _row("turboquant_mse", TurboQuantMSEOptions, turboquant_mse, "2504.19874", f"{_CODES} vectors"),
     _row("turboquant_rvq", TurboQuantRVQOptions, turboquant_rvq, "2504.19874", _CODES),

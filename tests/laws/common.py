@@ -22,6 +22,7 @@ SMALL = {
     "window_size": 20,
     "residual_length": 32,
     "group_size": 32,
+    "chunk_size": 4,
 }
 BATCH, HEADS, DIM = 2, 2, 64
 SPEC = vq.KVSpec(batch=BATCH, kv_heads=HEADS, key_dim=DIM, value_dim=DIM, capacity=192)

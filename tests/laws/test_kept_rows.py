@@ -36,12 +36,13 @@ def assert_kept_rows_are_those_that_came(subject: Subject, run: Run, keys: mx.ar
     assert (mx.min(position) >= 0).item() and bool((position[..., 1:] > position[..., :-1]).all())
     store = transform.store
     alone = feed(store, begin(store, attrs.evolve(SPEC, capacity=keys.shape[2], dtype=keys.dtype)), keys, values)
-    got = [array for part in sum(transform.parts(state, run.fill), ()) for array in part.rows]
-    want = [array for part in sum(store.parts(alone.state, alone.fill), ()) for array in part.rows]
+    sides = slice(1 if "folds" in subject.traits else 2)  # what is folded changes the values of others
+    got = [array for part in sum(transform.parts(state, run.fill)[sides], ()) for array in part.rows]
+    want = [array for part in sum(store.parts(alone.state, alone.fill)[sides], ()) for array in part.rows]
     for one, all_rows in zip(got, want, strict=True):
         assert same_array(one, pick(all_rows, position))
     if "packs" not in subject.traits:
-        for one, all_rows in zip(read_in_order(transform, run), (keys, values), strict=True):
+        for one, all_rows in zip(read_in_order(transform, run)[sides], (keys, values)[sides], strict=True):
             assert same_array(one, pick(all_rows, position))
 
 
@@ -85,8 +86,9 @@ def test_a_method_is_its_policy_over_plain_rows(subject: Subject) -> None:
 def test_every_subject_really_evicts(subject: Subject) -> None:
     """Or the laws about eviction would say nothing of it."""
     run = feed(subject.transform, begin(subject.transform), *keys_and_values(SPEC, 60))
-    assert run.fill.rows == SMALL["budget"] < 60
-    assert np.unique(held_positions(subject.transform, run)[0], axis=0).shape[1] == SMALL["budget"]
+    rows = subject.transform.policy.kept(60, 60, SMALL["budget"])
+    assert run.fill.rows == rows <= SMALL["budget"] < 60
+    assert np.unique(held_positions(subject.transform, run)[0], axis=0).shape[1] == rows
 
 
 @over("packs")

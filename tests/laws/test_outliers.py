@@ -115,7 +115,7 @@ def test_a_bad_row_stays_alone(subject: Subject, pieces: list[int], bad: float, 
         assert mx.isfinite(memory).all(), "scores are poisoned"
 
 
-@over("evicts", without=["uses_queries"])
+@over("window")
 @CALLS
 def test_a_rule_without_scores_keeps_the_same_rows(subject: Subject, pieces: list[int]) -> None:
     transform = subject.transform
@@ -157,7 +157,7 @@ def tied(transform: Any) -> Any:
     return attrs.evolve(transform, policy=kind(**options))
 
 
-@over("evicts")
+@over("evicts", without=["chunks"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_of_equal_rows_the_documented_ones_stay(subject: Subject, compiled: bool) -> None:
     """The later ones, or the earlier ones where a policy says so; protected rows aside."""

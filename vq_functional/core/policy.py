@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import attrs
@@ -48,7 +49,8 @@ class Scene:
     offset: mx.array  # int32 [B]: tokens seen, this call's included
     lengths: mx.array  # int32 [B]: this call's tokens without padding
     proxy: bool
-    carry: Any = ()  # what the policy carries from call to call beside its memory
+    limit: mx.array  # int32 [B]: rows that may stay in each head
+    carry: Any  # what the policy carries from call to call beside its memory
 
     @property
     def scale(self) -> float:
@@ -92,6 +94,29 @@ class Policy:
     latest: ClassVar[bool] = True  # of equal priorities the later position stays
     stride: ClassVar[int | None] = None  # standing-in keys settle so many at a time
     folds: ClassVar[int] = 0  # rows that an evicted row may be folded into
+
+    @property
+    def leads(self) -> bool:
+        """Whether other layers take over what this one chooses."""
+        return False
+
+    @property
+    def leader(self) -> int | None:
+        """The layer that chooses for this one; None where it chooses itself."""
+        return None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the layers agree on their budgets after the first call, by `tell` and `agree`."""
+        return False
+
+    def tell(self, keys: mx.array, valid: mx.array) -> mx.array:
+        """What a layer tells the others of its first call: float32 [B], from keys [B, H, S, D] and bool [B, S]."""
+        raise TypeError(f"{self.name} tells nothing")
+
+    def agree(self, told: Sequence[float]) -> list[int]:
+        """Budgets of the layers, from what each has told."""
+        raise TypeError(f"{self.name} does not agree on budgets")
 
     @property
     def most_dropped(self) -> int:

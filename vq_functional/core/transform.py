@@ -41,6 +41,26 @@ class Transform:
         """Whether some of what is held are codes, so that `attend` saves reading them as vectors."""
         return True
 
+    @property
+    def leads(self) -> bool:
+        """Whether other layers take over what this one chooses."""
+        return False
+
+    @property
+    def leader(self) -> int | None:
+        """The layer that chooses for this one; None where it chooses itself."""
+        return None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the layers agree on their budgets after the first call."""
+        return False
+
+    @property
+    def in_group(self) -> bool:
+        """Whether the layers of a model have something to tell each other."""
+        return self.leads or self.agrees or self.leader is not None
+
     def init_state(self, spec: KVSpec, left_padding: mx.array | None = None) -> Any:
         """Empty state. `left_padding` int [B]: rows of the first call that are padding."""
         raise TypeError(f"{self.name} has no state of its own")
@@ -58,6 +78,15 @@ class Transform:
         `proxy`: the keys stand in for queries that nobody handed over.
         """
         return held
+
+    def settle_in(
+        self, held: Any, group: Any, queries: mx.array, lengths: mx.array | None = None, proxy: bool = False
+    ) -> tuple[Any, Any]:
+        """`settle` as one of a group of layers: `group` is what an earlier layer hands on in this call, or None.
+
+        Returns the state and what the next layers get.
+        """
+        return self.settle(held, queries, lengths, proxy), group
 
     def parts(self, held: Any, fill: Fill | None = None) -> tuple[Parts, Parts]:
         """Key parts and value parts; with `fill`, without the columns that hold no row."""
@@ -91,6 +120,10 @@ class Transform:
     def grow(self, state: Any, capacity: int) -> Any:
         """The same rows in arrays with room for `capacity` rows."""
         return state
+
+    def widen(self, state: Any, capacity: int) -> Any:
+        """`grow`, also where a state needs no more room: to stand beside one of `capacity` in a batch."""
+        return self.grow(state, capacity)
 
     def trim(self, state: Any, n: int) -> Any:
         """Without the newest `n` rows; the others read exactly as before."""
@@ -140,16 +173,24 @@ class Transform:
         rows (nothing can be raised from inside a compiled step): `grow` first.
         Raises QuantizerConfigError for wrong shapes or dtypes.
         """
+        state, _, keys_out, values_out = self.update_in(state, None, keys, values, queries)
+        return state, keys_out, values_out
+
+    def update_in(
+        self, state: Any, group: Any, keys: mx.array, values: mx.array, queries: mx.array | None = None
+    ) -> tuple[Any, Any, mx.array, mx.array]:
+        """`update` as one of a group of layers: takes what the layer before hands on, and hands on its own."""
         self.check_input(keys, values, queries, state.layout)
         if keys.shape[2] == 0:
-            return state, *self.read(state)
+            return state, group, *self.read(state)
         full = self.overflows(state, keys.shape[2])
         held = self.write(state, keys, values)
         keys_out, values_out = self.read(held)
         if full is not None:
             keys_out, values_out = (mx.where(full[:, None, None, None], mx.nan, x) for x in (keys_out, values_out))
-        settled = self.settle(held, keys if queries is None else queries, proxy=queries is None)
-        return settled, keys_out, values_out
+        asking = keys if queries is None else queries
+        settled, group = self.settle_in(held, group, asking, proxy=queries is None)
+        return settled, group, keys_out, values_out
 
     def read(self, held: Any, fill: Fill | None = None) -> tuple[mx.array, mx.array]:
         """Keys and values [B, H, C, D] of all columns, or of those that hold rows."""
@@ -185,3 +226,9 @@ class Transform:
         if queries is not None:
             fits = queries.ndim == 4 and queries.shape[2] == keys.shape[2] and queries.shape[1] % keys.shape[1] == 0
             check(fits, self.name, "queries", f"must be [B, multiple of {keys.shape[1]}, S, D]", queries.shape)
+
+
+def check_group(name: str, group: Any) -> None:
+    """Refuse to go on without what an earlier layer should have handed on."""
+    if group is None:
+        raise RuntimeError(f"{name}: `group` must come from the layer that leads this one; got None")

@@ -13,13 +13,13 @@ import mlx.core as mx
 from vq_functional.core.policy import Picked, Policy, Scene
 from vq_functional.core.spec import KVSpec
 from vq_functional.core.store import HeldRows, RowStore, start_offset
-from vq_functional.core.transform import Fill, Transform
+from vq_functional.core.transform import Fill, Transform, check_group
 from vq_functional.core.tree import map_leaves
 from vq_functional.evict.folding import fold
 from vq_functional.evict.slots import SlotState, columns, free_slot, joined, live_rows, moved, only, picked, resized
 from vq_functional.ops.attention import LOWEST, Parts
 from vq_functional.ops.masks import query_positions
-from vq_functional.ops.rows import chosen, gap_fillers, pick, put, token_order, top_rows, victim_row
+from vq_functional.ops.rows import chosen, drop_left_padding, gap_fillers, pick, put, token_order, top_rows, victim_row
 
 
 @attrs.frozen
@@ -35,6 +35,18 @@ class Evicting(Transform):
     @property
     def coded(self) -> bool:
         return self.store.coded
+
+    @property
+    def leads(self) -> bool:
+        return self.policy.leads
+
+    @property
+    def leader(self) -> int | None:
+        return self.policy.leader
+
+    @property
+    def agrees(self) -> bool:
+        return self.policy.agrees
 
     def init_state(self, spec: KVSpec, left_padding: mx.array | None = None) -> SlotState:
         limit = self.policy.limit(0)
@@ -61,6 +73,7 @@ class Evicting(Transform):
         incoming = query_positions(state.offset, n)
         if n > 1:
             return self._write_several(state, new, memory, incoming, count, offset)
+        incoming = mx.where(count[:, None] > 0, incoming, -1)
         free = free_slot(state.position)[..., None]
         rows = map_leaves(lambda slots, row: put(slots, free, row), state.rows, new)
         if memory is not None:
@@ -70,19 +83,34 @@ class Evicting(Transform):
     def settle(
         self, held: SlotState, queries: mx.array, lengths: mx.array | None = None, proxy: bool = False
     ) -> SlotState:
+        return self.settle_in(held, None, queries, lengths, proxy)[0]
+
+    def settle_in(
+        self, held: SlotState, group: Any, queries: mx.array, lengths: mx.array | None = None, proxy: bool = False
+    ) -> tuple[SlotState, Any]:
+        """The group is the leader's priorities: a tuple of float32 [B, H, T], one a selection."""
         if proxy and self.policy.stride and held.new > self.policy.stride:
-            return self._settle_in_strides(held, queries, lengths, self.policy.stride)
-        scored, scene, priority = self._scored(held, queries, lengths, proxy)
+            return self._settle_in_strides(held, group, queries, lengths, self.policy.stride)
+        if self.policy.leader is not None:
+            check_group(self.name, group)
+            scene = self._scene(held, queries, lengths, proxy)
+            scored, priority = attrs.evolve(held, position=scene.position), group[0]
+        else:
+            scored, scene, priority = self._scored(held, queries, lengths, proxy)
         if self.policy.prompt_only and held.new == 0:
-            return scored
-        return self._drop(scored, scene, priority) if held.new == 0 else self._select(scored, scene, priority)
+            return scored, group
+        state = self._drop(scored, scene, priority) if held.new == 0 else self._select(scored, scene, priority)
+        return state, (priority,) if self.policy.leads else group
 
     def observe(
         self, held: SlotState, queries: mx.array, lengths: mx.array | None = None, proxy: bool = False
     ) -> SlotState:
         """`settle` without giving rows up: what the call tells is remembered, for `compact`."""
-        scored, _, _ = self._scored(held, queries, lengths, proxy)
-        return resized(attrs.evolve(scored, new=0), scored.slots + 1)
+        return self.retain(self._scored(held, queries, lengths, proxy)[0])
+
+    def retain(self, held: SlotState) -> SlotState:
+        """Every row of the call stays, and nothing is remembered of it."""
+        return resized(attrs.evolve(held, new=0), held.slots + 1)
 
     def compact(self, state: SlotState, limit: mx.array, most: int) -> SlotState:
         """The rows that memory ranks highest, `limit` int32 [B] of them and at most `most`."""
@@ -105,12 +133,15 @@ class Evicting(Transform):
         return stored if n == 1 else mx.concatenate([stored, after[..., -n:]], axis=-1)
 
     def grow(self, state: SlotState, capacity: int) -> SlotState:
+        return resized(state, capacity) if self.policy.prompt_only else state
+
+    def widen(self, state: SlotState, capacity: int) -> SlotState:
         return resized(state, capacity)
 
     def written(self, fill: Fill, n: int) -> Fill:
-        return attrs.evolve(
-            fill, tokens=fill.tokens + n, rows=fill.rows + n, prompt=fill.prompt + (n if n > 1 else 0)
-        )
+        counts = n > 1 and isinstance(self.policy.budget, float)
+        prompt = fill.prompt + n if counts else fill.prompt
+        return attrs.evolve(fill, tokens=fill.tokens + n, rows=fill.rows + n, prompt=prompt)
 
     def settled(self, fill: Fill, n: int) -> Fill:
         if self.policy.prompt_only and n <= 1:
@@ -145,10 +176,12 @@ class Evicting(Transform):
         position = mx.broadcast_to(incoming[:, None], (*state.position.shape[:2], n))
         stored = picked(state, self._stored_columns(state.position))
         held = joined(stored, attrs.evolve(state, rows=new, memory=memory, position=position))
+        held = attrs.evolve(held, offset=offset)
+        if isinstance(self.policy.budget, int):
+            return held
         tokens = mx.minimum(count, offset)
         prompt = state.prompt + mx.where(tokens > 1, tokens, 0)
-        limit = state.limit if isinstance(self.policy.budget, int) else self.policy.limits(prompt)
-        return attrs.evolve(held, offset=offset, prompt=prompt, limit=limit)
+        return attrs.evolve(held, prompt=prompt, limit=self.policy.limits(prompt))
 
     def _positions_after(self, position: mx.array, incoming: mx.array) -> mx.array:
         """Column positions that `write` leaves, for tokens at `incoming` int [B, n]."""
@@ -176,7 +209,7 @@ class Evicting(Transform):
 
     def _guarded(self, priority: mx.array, scene: Scene) -> mx.array:
         """Priorities with protected rows above all and empty columns below all others."""
-        priority = mx.where(mx.isnan(priority), LOWEST, priority)
+        priority = mx.where(mx.isnan(priority), LOWEST, mx.minimum(priority, -LOWEST))
         return mx.where(scene.position < 0, -mx.inf, mx.where(self.policy.protected(scene), mx.inf, priority))
 
     def _scene(self, held: SlotState, queries: mx.array, lengths: mx.array | None, proxy: bool) -> Scene:
@@ -186,23 +219,35 @@ class Evicting(Transform):
         query_position = mx.where(query_position < end, query_position, -1)
         position = mx.where(held.position < end[..., None], held.position, -1)
         parts = self.store.as_parts(held.layout, held.rows)
-        return Scene(*parts, position, queries, query_position, held.offset, counts, proxy, held.carry)
+        return Scene(*parts, position, queries, query_position, held.offset, counts, proxy, held.limit, held.carry)
 
     def _settle_in_strides(
-        self, held: SlotState, keys: mx.array, lengths: mx.array | None, stride: int
-    ) -> SlotState:
+        self, held: SlotState, group: Any, keys: mx.array, lengths: mx.array | None, stride: int
+    ) -> tuple[SlotState, Any]:
         """Settle `stride` standing-in keys after the other: each sees only rows that the earlier ones left."""
-        stored, end = held.slots - held.new, held.slots
         counts = mx.full(held.offset.shape, held.new, mx.int32) if lengths is None else lengths
-        state = attrs.evolve(columns(held, 0, stored), offset=held.offset - counts)
-        for start in range(stored, end, stride):
-            block = columns(held, start, min(start + stride, end))
-            count = mx.clip(counts - (start - stored), 0, block.slots)
+        tokens = mx.minimum(counts, held.offset)
+        new, keys = self._without_left_padding(held, keys, counts - tokens)
+        state = attrs.evolve(columns(held, 0, held.slots - held.new), offset=held.offset - tokens)
+        told: list[mx.array] = []
+        for step, start in enumerate(range(0, held.new, stride)):
+            block = columns(new, start, min(start + stride, held.new))
+            count = mx.clip(tokens - start, 0, block.slots)
             state = attrs.evolve(joined(state, block), offset=state.offset + count)
-            asking = keys[:, :, start - stored : start - stored + block.slots]
-            state = self.settle(state, asking, None if lengths is None else count, proxy=True)
+            one = group and group[step : step + 1]
+            state, one = self.settle_in(state, one, keys[:, :, start : start + block.slots], count, proxy=True)
             state = columns(state, 0, state.slots - 1)
-        return resized(state, state.slots + 1)
+            told += one or ()
+        return resized(state, state.slots + 1), tuple(told) if self.policy.leads else group
+
+    def _without_left_padding(self, held: SlotState, keys: mx.array, padding: mx.array) -> tuple[SlotState, mx.array]:
+        """The columns of the last call and its `keys`, with `padding` int [B] moved from the left to the right."""
+        new = columns(held, held.slots - held.new, held.slots)
+        rows, memory, position, keys = map_leaves(
+            lambda x: drop_left_padding(x, padding), (new.rows, new.memory, new.position, keys)
+        )
+        within = mx.arange(held.new) < held.new - padding[:, None, None]
+        return attrs.evolve(new, rows=rows, memory=memory, position=mx.where(within, position, -1)), keys
 
     def _drop(self, held: SlotState, scene: Scene, priority: mx.array) -> SlotState:
         """After a single token: rows over the limit leave their slots, and no other row moves."""

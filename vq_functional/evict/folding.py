@@ -9,6 +9,7 @@ from vq_functional.core.store import HeldRows, RowStore
 from vq_functional.core.tree import map_leaves
 from vq_functional.evict.slots import SlotState
 from vq_functional.ops.rows import chosen, pick, put
+from vq_functional.ops.vectors import to_dtype
 
 
 def fold(
@@ -17,25 +18,32 @@ def fold(
     """`state`, whose slots are the columns `kept` of `source`, with the columns `lost` folded into it.
 
     A row that takes nothing in keeps its bits; the others are decoded, summed in
-    float32 and encoded again.
+    float32 and encoded again. A lost row with NaN or an infinity is not folded.
     """
-    memory, values, keys = policy.fold(source.memory, scene, kept, lost)
-    key_coder, value_coder = store.coders(state.layout)
+    coders = store.coders(state.layout)
     gone = map_leaves(lambda x: pick(x, lost.index), source.rows)
+    gone_keys, gone_values = (coder.decode(x).astype(mx.float32) for coder, x in zip(coders, (gone.keys, gone.values)))
+    finite = mx.isfinite(gone_keys).all(axis=-1) & mx.isfinite(gone_values).all(axis=-1)
+    lost = Picked(lost.index, lost.valid & finite)
+    memory, values, keys = policy.fold(source.memory, scene, kept, lost)
     most = min(kept.index.shape[2], policy.folds * lost.index.shape[2])
-    held_keys = state.rows.keys
+    held = state.rows
     if keys is not None:
-        held_keys = _taken_in(key_coder, held_keys, gone.keys, keys, most)
-    rows = HeldRows(held_keys, _taken_in(value_coder, state.rows.values, gone.values, values, most))
-    return attrs.evolve(state, rows=rows, memory=memory)
+        held = HeldRows(_taken_in(coders[0], held.keys, _usable(gone_keys, lost), keys, most), held.values)
+    held = HeldRows(held.keys, _taken_in(coders[1], held.values, _usable(gone_values, lost), values, most))
+    return attrs.evolve(state, rows=held, memory=memory)
 
 
-def _taken_in(coder: Coder, held: Rows, gone: Rows, shares: Shares, most: int) -> Rows:
+def _usable(vectors: mx.array, lost: Picked) -> mx.array:
+    """Vectors [B, H, R, D] with zeros where no row is lost: a share of 0 times NaN would be NaN."""
+    return mx.where(lost.valid[..., None], vectors, 0)
+
+
+def _taken_in(coder: Coder, held: Rows, gone: mx.array, shares: Shares, most: int) -> Rows:
     """`held` with at most `most` rows rewritten as their sums."""
     target, hit = chosen((shares.lost != 0).any(axis=-1), most)
     old = map_leaves(lambda x: pick(x, target), held)
-    lost = pick(shares.lost, target) @ coder.decode(gone).astype(mx.float32)
-    total = pick(shares.own, target)[..., None] * coder.decode(old).astype(mx.float32) + lost
-    fresh = coder.encode(total.astype(coder.dtype))
+    total = pick(shares.own, target)[..., None] * coder.decode(old).astype(mx.float32)
+    fresh = coder.encode(to_dtype(total + pick(shares.lost, target) @ gone, coder.dtype))
     fresh = map_leaves(lambda x, y: mx.where(hit.reshape(hit.shape + (1,) * (x.ndim - 3)), x, y), fresh, old)
     return map_leaves(lambda x, rows: put(x, target, rows), held, fresh)

@@ -3,7 +3,7 @@
 import attrs
 import mlx.core as mx
 
-from vq_functional.core.policy import Policy, Scene
+from vq_functional.core.policy import Policy, Scene, Spans, spared
 from vq_functional.evict.scoring import attention_mass
 
 
@@ -25,3 +25,10 @@ class MassPolicy(Policy):
 
     def rank(self, mass: mx.array, scene: Scene) -> mx.array:
         return mass
+
+
+def newest(recent: int | None, budget: int | float, n_sink: int, protect: Spans) -> int:
+    """Rows too new to be judged: `recent`, or 16 and at most half of what sinks and spans leave of the budget."""
+    if recent is not None or isinstance(budget, float):
+        return 16 if recent is None else recent
+    return max(1, min(16, (budget - n_sink - spared(protect, n_sink)) // 2))

@@ -1,26 +1,33 @@
 """What several policies compute from attention."""
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import mlx.core as mx
 
 from vq_functional.core.policy import Scene
 
 BLOCK = 256  # queries scored at a time: bounds the probability matrix of a long prompt
 
+# Probabilities float32 [B, H, G, S, T] of queries [B, H*G, S, D] at positions [B, S] over visible [B, H, S, T].
+Attention: TypeAlias = Callable[[mx.array, mx.array, mx.array], mx.array]
 
-def attention_mass(scene: Scene, weights: mx.array) -> mx.array:
+
+def attention_mass(scene: Scene, weights: mx.array, attention: Attention | None = None) -> mx.array:
     """Attention float32 [B, H, T] that each row receives from this call's queries.
 
     Queries are weighted by `weights` float32 [B, S]; the query heads of a KV
     head are averaged, so that each query gives mass 1 times its weight. A
     standing-in key does not attend to itself, and position 0, which nobody
-    precedes, gives itself 1.
+    precedes, gives itself 1. `attention` takes the place of the plain softmax.
     """
+    attention = attention or (lambda queries, _, visible: scene.attention(queries, visible))
     n = scene.queries.shape[2]
     mass = mx.zeros(scene.position.shape, mx.float32)
     for start in range(0, n, BLOCK):
         block = slice(start, start + BLOCK)
         position = scene.query_position[:, block]
-        probabilities = scene.attention(scene.queries[:, :, block], _sees(scene, position))
+        probabilities = attention(scene.queries[:, :, block], position, _sees(scene, position))
         group = probabilities.shape[2]
         mass = mass + mx.einsum("bhgst,bs->bht", probabilities, weights[:, block]) * (1 / group)
     if not scene.proxy:

@@ -18,7 +18,7 @@ class SlotState:
     memory: Any  # the policy's own arrays [B, H, slots, ...]
     carry: Any  # the policy's own arrays [B, ...]
     offset: mx.array  # int32 [B]: tokens seen
-    prompt: mx.array  # int32 [B]: of these, tokens that came in calls of several
+    prompt: mx.array  # int32 [B]: of these, tokens that came in calls of several, where the budget is a share of them
     limit: mx.array  # int32 [B]: rows that may stay in each head
     layout: Layout = static_field()
     new: int = static_field()  # columns at the end that a call of several tokens put there; 0 once settled

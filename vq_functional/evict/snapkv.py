@@ -83,10 +83,10 @@ class SnapKVPolicy(Policy):
 
     def _window(self, scene: Scene) -> mx.array:
         """Bool [B, H, T]: rows of the observation window, where these are kept."""
-        forced = self.force_window if self.force_window is not None else not scene.proxy
-        room = self.budget - self.n_sink - spared(self.protect, self.n_sink) - 1
-        size = min(self.obs_window, room) if forced else 0
-        return scene.position >= scene.offset[:, None, None] - size
+        if not (self.force_window if self.force_window is not None else not scene.proxy):
+            return mx.zeros(scene.position.shape, mx.bool_)
+        room = scene.limit - self.n_sink - spared(self.protect, self.n_sink) - 1
+        return scene.position >= (scene.offset - mx.minimum(self.obs_window, room))[:, None, None]
 
     def _cast_by_queries(self, votes: mx.array, scene: Scene) -> mx.array:
         window = min(self.obs_window, scene.queries.shape[2])

@@ -75,6 +75,11 @@ def top_rows(priority: mx.array, keep: mx.array, size: int, latest: bool) -> mx.
     point at empty rows where there are any. Ties go to the later row
     (`latest`) or to the earlier one.
     """
+    return chosen(top_mask(priority, keep, latest), size)[0]
+
+
+def top_mask(priority: mx.array, keep: mx.array, latest: bool) -> mx.array:
+    """Bool [B, H, C]: the `keep` int [B] rows of highest priority, by the rules of `top_rows`."""
     total = priority.shape[-1]
     ranked = mx.sort(priority, axis=-1)
     place = mx.clip(total - keep, 0, total - 1)[:, None, None]
@@ -82,8 +87,7 @@ def top_rows(priority: mx.array, keep: mx.array, size: int, latest: bool) -> mx.
     above, tied = priority > threshold, priority == threshold
     wanted = keep[:, None, None] - above.sum(axis=-1, keepdims=True)
     order = mx.cumsum(tied.astype(mx.int32), axis=-1, reverse=latest)
-    kept = (above | (tied & (order <= wanted))) & (priority > -mx.inf)
-    return chosen(kept, size)[0]
+    return (above | (tied & (order <= wanted))) & (priority > -mx.inf)
 
 
 def chosen(wanted: mx.array, size: int) -> tuple[mx.array, mx.array]:

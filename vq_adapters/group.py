@@ -1,0 +1,80 @@
+"""LayerGroup: what the caches of one list tell each other. One list, one group; nothing is shared with another list."""
+
+from __future__ import annotations
+
+import uuid
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+if TYPE_CHECKING:
+    from vq_adapters.cache import TransformKVCache
+
+
+class LayerGroup:
+    """The state that the layers of one cache list have in common.
+
+    A layer may tell something of its first call, from which all agree on their
+    budgets; and a layer that leads hands on what it chose in a call.
+    """
+
+    def __init__(self, key: str | None = None) -> None:
+        self.key = key or uuid.uuid4().hex
+        self._members: weakref.WeakValueDictionary[int, TransformKVCache] = weakref.WeakValueDictionary()
+        self._told: dict[int, mx.array] = {}
+        self._agreed: dict[int, list[int]] | None = None
+        self._handed: dict[int, tuple[list[int], Any]] = {}
+        self._descendants: weakref.WeakValueDictionary[Hashable, LayerGroup] = weakref.WeakValueDictionary()
+
+    def join(self, layer: int, cache: TransformKVCache) -> None:
+        """Make `cache` the group's cache of a layer."""
+        self._members[layer] = cache
+
+    def descend(self, way: Hashable, layer: int) -> LayerGroup:
+        """The group of a list that is made of this one in some `way`, layer by layer, each asking once."""
+        found = self._descendants.get(way)
+        if found is None or layer in found._members:
+            found = self._descendants[way] = LayerGroup()
+        return found
+
+    def tell(self, layer: int, told: mx.array) -> None:
+        """What a layer tells of its first call, float32 [B]; the first word counts."""
+        self._told.setdefault(layer, told)
+
+    def told(self, layer: int) -> mx.array | None:
+        """What a layer told; None before."""
+        return self._told.get(layer)
+
+    def agreed(self, layer: int, agree: Callable[[Sequence[float]], list[int]]) -> list[int]:
+        """The layer's budgets, one a batch row: by `agree` from what all layers have told. Reads back once."""
+        if self._agreed is None:
+            layers = sorted(self._told)
+            rows: Any = mx.stack([self._told[one] for one in layers], axis=1).tolist()
+            budgets = [agree(row) for row in rows]
+            self._agreed = {one: [row[place] for row in budgets] for place, one in enumerate(layers)}
+        return self._agreed[layer]
+
+    def hand_on(self, layer: int, tokens: list[int], chosen: Any) -> None:
+        """What the leading `layer` chose in the call that brought the batch rows to so many `tokens`."""
+        self._handed[layer] = (tokens, chosen)
+
+    def handed(self, layer: int, tokens: list[int]) -> Any:
+        """What the leading `layer` chose in the same call; None where it did not take part."""
+        leader = self._members.get(layer)
+        if leader is not None and self._handed.get(layer, ([], None))[0] != tokens:
+            leader._settle()
+        seen, chosen = self._handed.get(layer, ([], None))
+        return chosen if seen == tokens else None
+
+
+_LOADED: weakref.WeakValueDictionary[str, LayerGroup] = weakref.WeakValueDictionary()
+
+
+def loaded(key: str, layer: int) -> LayerGroup:
+    """The group of a saved list that is being loaded layer by layer."""
+    found = _LOADED.get(key)
+    if found is None or layer in found._members:
+        found = _LOADED[key] = LayerGroup(key)
+    return found

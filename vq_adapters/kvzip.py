@@ -1,0 +1,107 @@
+"""KVzip's second pass: the model repeats the context, and what that needs stays (arXiv 2505.23416, section 3)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from vq_adapters.cache import TransformKVCache
+from vq_adapters.hook import attention_hook
+from vq_adapters.tagged import TaggedArray, tag
+from vq_functional.core.errors import check, check_int
+from vq_functional.core.tree import flatten
+from vq_functional.evict.kvzip import KVzipPolicy, score_pass
+from vq_functional.ops.attention import Mask
+
+
+def kvzip_prefill(
+    model: nn.Module,
+    caches: Sequence[Any],
+    tokens: mx.array,
+    *,
+    chunk: int = 2048,
+    instruction: Sequence[int] = (),
+) -> mx.array:
+    """Read a prompt, have the model repeat it, and keep what the repetition attends to.
+
+    tokens: int [S] or [1, S].
+    chunk: tokens read, and repeated, at a time.
+    instruction: tokens before each repetition, such as those of "repeat the previous text".
+    Returns the logits [1, V] that follow the prompt. The repetition leaves no
+    row behind. Costs about two more prompts. Raises QuantizerConfigError where
+    no cache is an empty one of kvzip with probe "context".
+    """
+    check_int("kvzip_prefill", "chunk", chunk, 1)
+    ours = [cache for cache in caches if _takes_part(cache)]
+    check(bool(ours), "kvzip_prefill", "caches", "must hold empty caches of kvzip with probe 'context'", len(caches))
+    tokens = tokens.reshape(1, -1)
+    spans = [(start, min(start + chunk, tokens.shape[1])) for start in range(0, tokens.shape[1], chunk)]
+    for cache in ours:
+        cache.hold()
+    logits = mx.zeros((1, 1))
+    for start, end in spans:
+        logits = model(tokens[:, start:end], cache=list(caches))[:, -1]
+        mx.eval([cache.state for cache in caches])
+    for span in spans:
+        _repeat(model, caches, tokens[:, span[0] : span[1]], span, instruction)
+    for cache in ours:
+        cache.compact()
+    mx.eval(logits, [cache.state for cache in ours])
+    return logits
+
+
+def _repeat(
+    model: nn.Module, caches: Sequence[Any], tokens: mx.array, span: tuple[int, int], instruction: Sequence[int]
+) -> None:
+    """One pass over instruction and span behind the whole context."""
+    asked = mx.concatenate([mx.array([list(instruction)], tokens.dtype), tokens], axis=1) if instruction else tokens
+    listening = [_Listener(cache, span) if _takes_part(cache) else copy.deepcopy(cache) for cache in caches]
+    with attention_hook(model):
+        mx.eval(model(asked, cache=listening))
+    mx.eval([flatten(cache._state)[0] for cache in caches if _takes_part(cache)])
+
+
+def _takes_part(cache: Any) -> bool:
+    return isinstance(cache, TransformKVCache) and isinstance(getattr(cache.transform, "policy", None), KVzipPolicy)
+
+
+class _Listener:
+    """Stands in for a cache while the model repeats: shows its rows, tells it who asked, and holds nothing."""
+
+    def __init__(self, cache: TransformKVCache, span: tuple[int, int]) -> None:
+        self._cache, self._span = cache, span
+        self._keys: mx.array | None = None
+
+    @property
+    def offset(self) -> int:
+        return cast(int, self._cache.offset)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Held rows, then the repeated ones."""
+        held_keys, held_values = self._cache.keys_and_values()
+        self._keys = keys
+        both = (mx.concatenate([held_keys, keys], axis=2), mx.concatenate([held_values, values], axis=2))
+        return tag(both[0], self, "k", self), tag(both[1], self, "v", self)
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: TaggedArray,
+        values: TaggedArray,
+        scale: float,
+        mask: Mask = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attention as it would be; the queries of repeated tokens ask the cache's rows."""
+        asked, cache = cast(mx.array, self._keys), self._cache
+        evicting = cache._evicting
+        cache._state = score_pass(evicting, cache._settled_state(), queries, asked, self._span, scale)
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None, **_: Any) -> Mask:
+        """As of a cache that goes on."""
+        return self._cache.make_mask(N, return_array, window_size)

@@ -1,0 +1,225 @@
+"""CurDKV: keep the rows that span most of what attention puts out (arXiv 2509.15038).
+
+A prompt is cut by the paper's score: key norm times value norm, each compared
+within a window of positions. Every later token then shares out 1 among the
+rows before it, by their leverage on the attention output; a row's mean share
+decides. Real queries attend with real queries; without them the newest key does.
+
+Differs from the paper: tokens after the prompt evict too; windows compare with
+their mean; the first `n_sink` rows are kept by position.
+"""
+
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from vq_functional.core.errors import check_choice, check_int, check_number
+from vq_functional.core.policy import Policy, Scene, Spans, check_policy, protect_field
+from vq_functional.core.store import rows
+from vq_functional.core.transform import Transform
+from vq_functional.core.tree import map_leaves
+from vq_functional.evict.chain import chain
+from vq_functional.ops.attention import decode
+from vq_functional.ops.rows import pick, put, read_rows, token_order
+from vq_functional.ops.vectors import TINY, norm
+
+WINDOW = 16  # positions within which norms are compared
+SHIFT = 0.003  # of the sum of all eigenvalues
+FLAT = 1e-6  # squared length that rounding alone can leave of a unit vector
+
+
+@attrs.frozen(kw_only=True)
+class CurDKVOptions:
+    """`budget` counts every kept row, sinks included; `rank_cap` leading directions count.
+
+    `prefill` scores a call of several tokens by norms at once ("cur") or by the
+    leverage of each of its tokens ("exact", slow). `decode` scores single tokens
+    by "leverage", by norms ("cur"), or keeps them all ("append"). `rope_base` is
+    accepted for configurations written elsewhere and has no effect.
+    """
+
+    budget: int = 512
+    n_sink: int = 4
+    rank_cap: int = 16
+    rope_base: float = 10000.0
+    prefill: str = "cur"
+    decode: str = "leverage"
+    protect: Spans = protect_field("curdkv")
+
+    def __attrs_post_init__(self) -> None:
+        check_policy("curdkv", self.budget, self.n_sink, 0, self.protect)
+        check_int("curdkv", "rank_cap", self.rank_cap, 1)
+        check_number("curdkv", "rope_base", self.rope_base, 0)
+        check_choice("curdkv", "prefill", self.prefill, ("cur", "exact"))
+        check_choice("curdkv", "decode", self.decode, ("leverage", "cur", "append"))
+
+
+@attrs.frozen
+class Shares:
+    """What tokens have shared out to each row."""
+
+    total: mx.array  # float32 [B, H, slots]
+    count: mx.array  # float32 [B, H, slots]: tokens that did
+
+
+@attrs.frozen
+class CurDKVPolicy(Policy):
+    """Priority is the mean share."""
+
+    rank_cap: int = 16
+    prefill: str = "cur"
+    decode: str = "leverage"
+    name = "curdkv"
+
+    def init(self, batch: int, heads: int, slots: int) -> Shares:
+        zeros = mx.zeros((batch, heads, slots), mx.float32)
+        return Shares(zeros, zeros)
+
+    def score(self, memory: Shares, scene: Scene) -> tuple[Shares, mx.array]:
+        values = _finite(decode(scene.value_parts))
+        after = self._after_one(memory, scene, values)
+        if scene.queries.shape[2] > 1:
+            after = _where(scene.tokens > 1, self._after_several(memory, scene, values), after)
+        after = _where(scene.tokens > 0, after, memory)
+        return after, self.rank(after, scene)
+
+    def rank(self, memory: Shares, scene: Scene) -> mx.array:
+        return memory.total / mx.maximum(memory.count, 1)
+
+    def _after_one(self, memory: Shares, scene: Scene, values: mx.array) -> Shares:
+        if self.decode == "append":
+            return memory
+        if self.decode == "cur":
+            return _by_norms(memory, scene, values)
+        last = scene.lengths - 1
+        query = read_rows(scene.queries, last, 1)
+        token = read_rows(scene.query_position, last, 1, axis=1)
+        return self._by_leverage(memory, scene, values, query, token)
+
+    def _after_several(self, memory: Shares, scene: Scene, values: mx.array) -> Shares:
+        if self.prefill == "cur":
+            return _by_norms(memory, scene, values)
+        for i in range(scene.queries.shape[2]):
+            here = slice(i, i + 1)
+            query, token = scene.queries[:, :, here], scene.query_position[:, here]
+            memory = self._by_leverage(memory, scene, values, query, token)
+        return memory
+
+    def _by_leverage(self, memory: Shares, scene: Scene, values: mx.array, query: mx.array, token: mx.array) -> Shares:
+        """Shares after the token at position `token` int [B, 1], by its `query` [B, Hq, 1, D].
+
+        Old rows get theirs as if the new one were not there; the new row begins with its own among all.
+        """
+        token = token[:, None]
+        known = (scene.position >= 0) & (token >= 0)
+        before, new = known & (scene.position < token), known & (scene.position == token)
+        visible = mx.stack([before, before | new], axis=2)
+        attention = scene.attention(mx.repeat(query, 2, axis=2), visible).mean(axis=2)
+        without, among = mx.split(leverage(attention, values, self.rank_cap), 2, axis=2)
+        total = mx.where(new, among[:, :, 0], memory.total + without[:, :, 0])
+        return Shares(total, mx.where(new, 1.0, memory.count + before))
+
+
+@attrs.frozen
+class AppendingPolicy(CurDKVPolicy):
+    """Single tokens are only appended."""
+
+    prompt_only = True
+
+
+def leverage(attention: mx.array, values: mx.array, rank: int) -> mx.array:
+    """Shares float32 [B, H, M, T] of the rows of W = diag(attention) values in the `rank` leading directions.
+
+    `attention` float32 [B, H, M, T], whose last one the directions are taken
+    from; `values` float32 [B, H, T, D]. Shares add up to 1, or are all 0 where W is.
+    """
+    if rank < min(values.shape[2:]):
+        values = values @ _leading(attention[:, :, -1, :, None] * values, rank).swapaxes(-1, -2)
+    energy = mx.square(attention) * mx.square(values).sum(axis=-1)[:, :, None]
+    shares = energy / mx.maximum(energy.sum(axis=-1, keepdims=True), TINY)
+    return mx.where(mx.isfinite(shares), shares, 0.0)
+
+
+def _leading(x: mx.array, rank: int) -> mx.array:
+    """Orthonormal [B, H, rank, D]: nearly the leading directions of the rows of `x`.
+
+    One step of subspace iteration from the `rank` largest rows, as they come by size.
+    """
+    sizes = mx.square(x).sum(axis=-1, keepdims=True)
+    largest = mx.argsort(-sizes, axis=2)[:, :, :rank]
+    start = _unit(mx.take_along_axis(x, largest, axis=2))
+    # The shift keeps directions apart that would all fall onto the first one in float32.
+    shift = SHIFT * sizes.sum(axis=2, keepdims=True)
+    return _orthonormal(_unit((start @ x.swapaxes(-1, -2)) @ x + shift * start))
+
+
+def _orthonormal(x: mx.array) -> mx.array:
+    """Gram-Schmidt on the unit rows of `x` [..., R, D], in their order; zeros for rows that add nothing."""
+    count = x.shape[-2]
+    gram, identity = x @ x.swapaxes(-1, -2), mx.broadcast_to(mx.eye(count), (*x.shape[:-1], count))
+    table = mx.concatenate([gram, identity], axis=-1)
+    for i in range(count):
+        later = mx.array([[float(j > i)] for j in range(count)])
+        pivot, column, row = table[..., i : i + 1, i : i + 1], table[..., i : i + 1], table[..., i : i + 1, :]
+        table = table - later * mx.where(pivot > FLAT, column / pivot, 0.0) * row
+    pivots = mx.diagonal(table[..., :count], axis1=-2, axis2=-1)[..., None]
+    return mx.where(pivots > FLAT, mx.rsqrt(mx.maximum(pivots, FLAT)), 0.0) * (table[..., count:] @ x)
+
+
+def _unit(x: mx.array) -> mx.array:
+    return x / mx.maximum(norm(x), TINY)
+
+
+def _by_norms(memory: Shares, scene: Scene, values: mx.array) -> Shares:
+    """Rows of the windows that this call began or went on with: |k|^2 |v|^2, each factor over its window's mean.
+
+    The other rows keep what they have, so that it does not matter how a prompt
+    was cut between windows. The unit is an even share of the budget.
+    """
+    live, order = scene.position >= 0, token_order(scene.position)
+    sizes = mx.stack([mx.square(x).sum(axis=-1) for x in (_finite(scene.keys()), values)], axis=-1)
+    factors = mx.concatenate([sizes, mx.ones((*live.shape, 1))], axis=-1)
+    factors = pick(mx.where(live[..., None], factors, 0.0), order)
+    sums = _window_sums(factors, pick(scene.position, order)[..., None] // WINDOW)
+    relative = factors[..., :2] * sums[..., 2:] / mx.maximum(sums[..., :2], TINY)
+    product = put(mx.zeros(live.shape), order, relative[..., 0] * relative[..., 1])
+    product = mx.where(mx.isfinite(product), product, 0.0) / scene.limit[:, None, None]
+    began = (scene.offset - scene.tokens)[:, None, None] // WINDOW
+    fresh = live & (scene.position // WINDOW >= began)
+    return Shares(mx.where(fresh, product, memory.total), mx.where(fresh, 1.0, memory.count))
+
+
+def _window_sums(x: mx.array, window: mx.array) -> mx.array:
+    """For each row of `x` [B, H, T, 3] the sum over its window; the rows of a window, at most 16, are neighbours."""
+    ahead = behind = x
+    for reach in (1, 2, 4, 8):
+        if reach < x.shape[2]:
+            same = window[:, :, reach:] == window[:, :, :-reach]
+            room = mx.zeros((*x.shape[:2], reach, x.shape[3]))
+            ahead = ahead + mx.concatenate([mx.where(same, ahead[:, :, reach:], 0.0), room], axis=2)
+            behind = behind + mx.concatenate([room, mx.where(same, behind[:, :, :-reach], 0.0)], axis=2)
+    return ahead + behind - x
+
+
+def _finite(x: mx.array) -> mx.array:
+    """Float32 `x` with 0 for NaN and infinities."""
+    x = x.astype(mx.float32)
+    return mx.where(mx.isfinite(x), x, 0.0)
+
+
+def _where(condition: mx.array, one: Shares, other: Shares) -> Shares:
+    """By batch row."""
+    return map_leaves(lambda x, y: mx.where(condition[:, None, None], x, y), one, other)
+
+
+def curdkv_policy(**options: Any) -> CurDKVPolicy:
+    """Rows with the largest mean share of the attention output stay; options as in CurDKVOptions."""
+    o = CurDKVOptions(**options)
+    kind = AppendingPolicy if o.decode == "append" else CurDKVPolicy
+    return kind(o.budget, o.n_sink, 0, o.protect, o.rank_cap, o.prefill, o.decode)
+
+
+def curdkv(**options: Any) -> Transform:
+    """Evict by leverage on the attention output; kept rows stay as they came."""
+    return chain(curdkv_policy(**options), rows(), name="curdkv")

@@ -1,0 +1,165 @@
+"""Keyformer: attention mass with Gumbel noise decides (arXiv 2403.09054).
+
+With real queries the paper's rule: every logit gets its own noise before a
+softmax of temperature `tau`, and rows sum what queries give them. Without them
+the keys stand in as in h2o, and the choice adds `tau` times one noise for each
+head and position. No noise is stored: it follows from seed and positions.
+
+Differs from the paper: the first `n_sink` rows are kept, and no newest ones
+unless `recent` says so; the query heads of a KV head share their noise; `tau`
+goes by position, prompt included; a call of several tokens selects once.
+"""
+
+import functools
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from vq_functional.core.errors import check, check_int, check_number
+from vq_functional.core.policy import Scene, Spans, check_policy, protect_field
+from vq_functional.core.store import rows
+from vq_functional.core.transform import Transform
+from vq_functional.evict.chain import chain
+from vq_functional.evict.mass import MassPolicy
+from vq_functional.evict.scoring import attention_mass
+from vq_functional.ops.attention import LOWEST
+
+HOTTEST, COLDEST = 1e30, 1e-20
+
+
+@attrs.frozen(kw_only=True)
+class KeyformerOptions:
+    """`budget` counts every kept row, sinks and recent rows included.
+
+    The temperature goes from `tau_init` at token 0 to `tau_end` at token
+    `anneal_steps`, or stays at `tau_init` where that is 0; `tau` holds it
+    constant, and 0 is no noise. `rope_base` is accepted for configurations
+    written elsewhere and has no effect: kept rows are never rotated again.
+    """
+
+    budget: int = 512
+    n_sink: int = 4
+    recent: int = 0
+    tau: float | None = None
+    tau_init: float = 1.0
+    tau_end: float = 1.0
+    anneal_steps: int = 0
+    rope_base: float = 10000.0
+    seed: int = 0
+    protect: Spans = protect_field("keyformer")
+
+    def __attrs_post_init__(self) -> None:
+        check_policy("keyformer", self.budget, self.n_sink, self.recent, self.protect)
+        for field in ("tau", "tau_init", "tau_end"):
+            if field != "tau" or self.tau is not None:
+                _check_temperature(field, getattr(self, field))
+        check_int("keyformer", "anneal_steps", self.anneal_steps, 0)
+        check_number("keyformer", "rope_base", self.rope_base, 0)
+        whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
+        check(whole, "keyformer", "seed", "must be an integer", self.seed)
+
+
+def _check_temperature(field: str, value: Any) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    check(number and 0 <= value <= HOTTEST, "keyformer", field, f"must be a number in [0, {HOTTEST}]", value)
+
+
+@attrs.frozen
+class KeyformerPolicy(MassPolicy):
+    """Priority is the mass received so far: with noise in it by queries, with noise on top by keys."""
+
+    tau_init: float = 1.0
+    tau_end: float = 1.0
+    anneal_steps: int = 0
+    seed: int = 0
+    name = "keyformer"
+
+    @property
+    def noiseless(self) -> bool:
+        return self.tau_init == 0 and (self.tau_end == 0 or self.anneal_steps == 0)
+
+    def score(self, mass: mx.array, scene: Scene) -> tuple[mx.array, mx.array]:
+        if scene.proxy or self.noiseless:
+            return super().score(mass, scene)
+        weights = mx.ones(scene.query_position.shape)
+        mass = mass + attention_mass(scene, weights, functools.partial(self._noisy_attention, scene))
+        return mass, self.rank(mass, scene)
+
+    def rank(self, mass: mx.array, scene: Scene) -> mx.array:
+        if self.noiseless or not scene.proxy:
+            return mass
+        return mass + self._tau(scene)[:, None, None] * row_noise(self.seed, scene.position)
+
+    def _tau(self, scene: Scene) -> mx.array:
+        """Temperature float32 [B] at the call's last token."""
+        if self.anneal_steps == 0:
+            return mx.full(scene.offset.shape, self.tau_init, mx.float32)
+        share = mx.clip((scene.offset - 1) / float(self.anneal_steps), 0.0, 1.0)
+        return self.tau_init + (self.tau_end - self.tau_init) * share
+
+    def _noisy_attention(self, scene: Scene, queries: mx.array, position: mx.array, visible: mx.array) -> mx.array:
+        """softmax((x + g) / tau) float32 [B, H, G, S, T], without noise where tau is 0."""
+        tau = self._tau(scene)[:, None, None, None, None]
+        noise = mx.where(tau > 0, mx.expand_dims(score_noise(self.seed, position, scene.position), 2), 0.0)
+        scores = (scene.logits(queries) + noise) / mx.where(tau > 0, mx.maximum(tau, COLDEST), 1.0)
+        seen = mx.expand_dims(visible, 2) & mx.isfinite(scores)
+        return mx.where(seen, mx.softmax(mx.where(seen, scores, LOWEST), axis=-1), 0.0)
+
+
+def row_noise(seed: int, position: mx.array) -> mx.array:
+    """Gumbel noise float32 [B, H, T] of rows at `position` int [B, H, T].
+
+    Uniform numbers are drawn with the random key of the integer
+    (seed + head) * 1000003 + position, added in two halves with a carry.
+    """
+    upper, lower = _halves([(seed + head) * 1000003 for head in range(position.shape[1])])
+    low = lower + position.astype(mx.uint32)
+    keys = mx.stack([upper + (low < lower), low], axis=-1).reshape(-1, 2)
+    uniform = mx.vmap(lambda key: mx.random.uniform(1e-9, 1, (), key=key))(keys)
+    return _gumbel(uniform.reshape(position.shape))
+
+
+def score_noise(seed: int, queries: mx.array, columns: mx.array) -> mx.array:
+    """Gumbel noise float32 [B, H, S, T] between queries at positions int [B, S] and rows at int [B, H, T].
+
+    Uniform numbers are a hash of seed, head and both positions: a random key
+    for each of so many would cost more than the attention.
+    """
+    upper, lower = _halves([seed + head for head in range(columns.shape[1])])
+    # One number after the other: if both positions were mixed alone, noise would be symmetric in them.
+    asking = _mixed(_mixed(_mixed(lower) ^ upper) ^ queries.astype(mx.uint32)[:, None])
+    bits = _mixed(asking[..., None] ^ columns.astype(mx.uint32)[:, :, None])
+    # 23 bits and a half are exact in float32, so that neither 0 nor 1 comes out.
+    return _gumbel(((bits >> 9).astype(mx.float32) + 0.5) * 2**-23)
+
+
+def _halves(numbers: list[int]) -> tuple[mx.array, mx.array]:
+    """Upper and lower half uint32 [H, 1] of integers of 64 bits."""
+    halves = [divmod(number % 2**64, 2**32) for number in numbers]
+    upper, lower = mx.split(mx.array(halves, mx.uint32), 2, axis=-1)
+    return upper, lower
+
+
+def _mixed(x: mx.array) -> mx.array:
+    """Hash uint32 to uint32, each bit of the result by all bits of `x`; 0 is nothing special."""
+    x = x + mx.array(0x9E3779B9, mx.uint32)
+    x = (x ^ (x >> 16)) * mx.array(0x7FEB352D, mx.uint32)
+    x = (x ^ (x >> 15)) * mx.array(0x846CA68B, mx.uint32)
+    return x ^ (x >> 16)
+
+
+def _gumbel(uniform: mx.array) -> mx.array:
+    return -mx.log(-mx.log(uniform))
+
+
+def keyformer_policy(**options: Any) -> KeyformerPolicy:
+    """Rows with the most attention mass, noise included, stay; options as in KeyformerOptions."""
+    o = KeyformerOptions(**options)
+    start, end = (o.tau_init, o.tau_end) if o.tau is None else (o.tau, o.tau)
+    return KeyformerPolicy(o.budget, o.n_sink, o.recent, o.protect, 1.0, start, end, o.anneal_steps, o.seed)
+
+
+def keyformer(**options: Any) -> Transform:
+    """Evict by attention mass with Gumbel noise; kept rows stay as they came."""
+    return chain(keyformer_policy(**options), rows(), name="keyformer")

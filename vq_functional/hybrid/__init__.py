@@ -1,0 +1,1 @@
+"""Methods of several stages."""
