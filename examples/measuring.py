@@ -122,10 +122,12 @@ def teacher_forced(
     prompt: int,
     *lists: Sequence[Any],
     chunk: int | None = None,
+    read: Callable[..., Any] = prefill,
     say: Say = silent,
 ) -> list[Run]:
     """A run for each list of caches: `prompt` tokens in calls of `chunk`, the rest of `tokens` one by one.
 
+    `read` feeds the prompt, with the arguments of `prefill`.
     The lists take turns step by step, in an order that flips, so that whatever
     else the machine does falls on all of them alike.
     """
@@ -133,7 +135,7 @@ def teacher_forced(
     for i, caches in enumerate(lists):
         say(f"prompt {i + 1} of {len(lists)}")
         start = time.perf_counter()
-        prefill(model, ids[:, :prompt], caches, chunk)
+        read(model, ids[:, :prompt], caches, chunk)
         runs.append(Run(caches, time.perf_counter() - start))
     for i in range(count):
         if i % 32 == 0:

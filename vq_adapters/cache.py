@@ -130,11 +130,11 @@ class TransformKVCache:
         self._settle()
         if not self._uniform():
             return self._by_query_head(self.transform.make_mask(self._state_for(N), N, None, window_size))
+        window_size = self._window(N, window_size)
         if window_size is None and not return_array:
             return None if N == 1 else "causal"
-        rows = self._fills[0].rows
         if window_size is None or self._fills[0].tokens + N <= window_size:
-            return lower_right(N, rows + N)
+            return lower_right(N, self.transform.written(self._fills[0], N).rows)
         return self._by_query_head(self.transform.make_mask(self._state_for(N), N, self._fills[0], window_size))
 
     # What mlx_lm's generation, prompt caches and server call
@@ -410,6 +410,13 @@ class TransformKVCache:
 
     def _capacity(self, n: int) -> int:
         return max(-(-self._room(n) // STEP) * STEP, 1)
+
+    def _window(self, n: int, asked: int | None) -> int | None:
+        """The window that a mask for `n` tokens must draw; None where all that is returned lies within it."""
+        own = self.transform.window
+        if own is None or (asked is not None and asked < own):
+            return asked
+        return None if n == 1 or self._fills[0].tokens + n <= own else own
 
     def _by_query_head(self, mask: mx.array) -> mx.array:
         heads = mask.shape[1]

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import attrs
 import mlx.core as mx
@@ -21,9 +21,8 @@ from vq_functional.core.errors import QuantizerConfigError, check, check_choice,
 from vq_functional.core.spec import FLOATS, KVSpec
 from vq_functional.core.store import RowStore
 from vq_functional.core.transform import Transform
-from vq_functional.evict.chain import chain
 from vq_functional.evict.engine import Evicting
-from vq_functional.evict.streaming_llm import streaming_llm_policy
+from vq_functional.evict.sliding_window import windowed
 from vq_functional.methods import METHODS, find
 
 Rule = Callable[[str, str, Any], None]
@@ -336,5 +335,4 @@ def in_window(transform: Transform, size: int) -> Transform:
     """The same rows, held for the newest `size` tokens only."""
     rule = f"is only for methods that keep every token and whose rows stand alone, which {transform.name} is not"
     check(isinstance(transform, RowStore), transform.name, "sliding_window", rule, size)
-    policy = streaming_llm_policy(n_sink=0, window_size=size)
-    return chain(policy, transform, name=f"sliding_window over {transform.name}")  # type: ignore[arg-type]
+    return windowed(cast(RowStore, transform), size)

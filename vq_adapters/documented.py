@@ -123,17 +123,7 @@ UNBUILT: dict[str, dict[str, Any]] = {
         "clip_alpha": 1.0,
         "max_ctx": None,
     },
-    "qfilters": {
-        "budget": 512,
-        "n_sink": 4,
-        "recent": 0,
-        "calib_tokens": 128,
-        "sign": 1,
-        "min_retention": 0.9,
-        "on_low_retention": "warn",
-    },
     "kvtc": {"bit_budget": 512, "bit_choices": (0, 1, 2, 3, 4, 6, 8), "beta": 3.5},
-    "curdkv": {"budget": 512, "n_sink": 4, "rank_cap": 16, "rope_base": 10000.0},
     "amc": {
         "k_high": 0.2,
         "k_mid": 0.3,
@@ -159,7 +149,6 @@ UNBUILT: dict[str, dict[str, Any]] = {
         "codebook": None,
     },
     "anchorkv": {"theta": 0.05, "window": 32, "rho": 0.7, "anchor_frac": 0.0078125, "residual_bits": 2, "seed": 42},
-    "rocketkv": {"compression_ratio": 8.0, "page_size": None, "head_topk1": None, "obs_window": 32, "n_sink": 4},
     "age_tiered": {
         "recent_boundary": 128,
         "mid_boundary": 1024,

@@ -15,7 +15,7 @@ from vq_functional.core.errors import check, check_int
 from vq_functional.core.store import RowStore
 from vq_functional.core.transform import Transform
 from vq_functional.core.tree import flatten
-from vq_functional.evict.engine import Evicting
+from vq_functional.evict.sliding_window import Ring
 
 
 class KVCache(abc.ABC):
@@ -84,19 +84,17 @@ class VectorKVCache(KVCache):
         if len(self) == 0:
             return mx.zeros((self.head_dim,), self._dtype)
         state, transform = self._cache._settled_state(), self._transform
-        if isinstance(transform, Evicting):
-            state = transform.ordered(state)  # oldest first, so that a window's sums run as a fresh cache's
+        state = transform.ordered(state)  # oldest first, so that a window's sums run as a fresh cache's
         q = q.astype(mx.float32)[None, None, None]
         out = transform.attend(state, q, self.head_dim**-0.5, fill=self._cache._fills[0])
         return out[0, 0, 0].astype(self._dtype)
 
     def memory_bytes(self) -> int:
-        """Bytes of the tokens held, and of their positions in a window; arrays have room for some more."""
+        """Bytes of the tokens held; arrays have room for some more."""
         if self._cache.empty():
             return 0
         state = self._cache._settled_state()
-        position = state.position.itemsize if isinstance(self._transform, Evicting) else 0
-        return len(self) * (row_bytes(state.rows.keys) + row_bytes(state.rows.values) + position)
+        return len(self) * (row_bytes(state.rows.keys) + row_bytes(state.rows.values))
 
     def reset(self) -> None:
         self._cache = TransformKVCache(self._transform)
@@ -135,7 +133,7 @@ class _ConfiguredKVCache(VectorKVCache):
         check(config.method in self.methods, name, "method", f"must be one of {self.methods}", config.method)
         bounds = [bound for bound in (config.capacity, config.sliding_window) if bound is not None]
         transform = config.transform()
-        store = transform.store if isinstance(transform, Evicting) else transform
+        store = transform.store if isinstance(transform, Ring) else transform
         super().__init__(store, config.head_dim, min(bounds, default=None))  # type: ignore[arg-type]
 
 

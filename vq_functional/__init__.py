@@ -14,6 +14,7 @@ from vq_functional.core.tree import nbytes
 from vq_functional.evict.cam import cam, cam_policy
 from vq_functional.evict.chain import chain
 from vq_functional.evict.chunkkv import chunkkv, chunkkv_policy
+from vq_functional.evict.curdkv import curdkv, curdkv_policy
 from vq_functional.evict.h2o import h2o, h2o_policy
 from vq_functional.evict.keyformer import keyformer, keyformer_policy
 from vq_functional.evict.knorm import knorm, knorm_policy
@@ -21,10 +22,13 @@ from vq_functional.evict.kvzip import kvzip, kvzip_policy
 from vq_functional.evict.morphkv import morphkv, morphkv_policy
 from vq_functional.evict.nestedkv import nestedkv, nestedkv_policy
 from vq_functional.evict.pyramidkv import pyramidkv, pyramidkv_policy
+from vq_functional.evict.qfilters import qfilters, qfilters_policy
+from vq_functional.evict.sliding_window import sliding_window
 from vq_functional.evict.snapkv import snapkv, snapkv_policy
 from vq_functional.evict.squeeze import squeeze, squeeze_policy
 from vq_functional.evict.streaming_llm import streaming_llm, streaming_llm_policy
 from vq_functional.evict.tova import tova, tova_policy
+from vq_functional.hybrid.rocketkv import rocketkv, rocketkv_policy
 from vq_functional.methods import METHODS
 from vq_functional.quantize.int8 import int8_codec
 from vq_functional.quantize.kivi import kivi
@@ -44,6 +48,8 @@ __all__ = [
     "chunkkv",
     "chunkkv_policy",
     "compile",
+    "curdkv",
+    "curdkv_policy",
     "h2o",
     "h2o_policy",
     "int8_codec",
@@ -61,9 +67,14 @@ __all__ = [
     "nestedkv_policy",
     "pyramidkv",
     "pyramidkv_policy",
+    "qfilters",
+    "qfilters_policy",
     "qjl",
     "qjl_codec",
+    "rocketkv",
+    "rocketkv_policy",
     "rows",
+    "sliding_window",
     "snapkv",
     "snapkv_policy",
     "squeeze",

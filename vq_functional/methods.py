@@ -11,6 +11,7 @@ from vq_functional.core.errors import QuantizerConfigError
 from vq_functional.core.transform import Transform
 from vq_functional.evict.cam import CaMOptions, cam
 from vq_functional.evict.chunkkv import ChunkKVOptions, chunkkv
+from vq_functional.evict.curdkv import CurDKVOptions, curdkv
 from vq_functional.evict.h2o import H2OOptions, h2o
 from vq_functional.evict.keyformer import KeyformerOptions, keyformer
 from vq_functional.evict.knorm import L2NormOptions, knorm
@@ -18,10 +19,12 @@ from vq_functional.evict.kvzip import KVzipOptions, kvzip
 from vq_functional.evict.morphkv import MorphKVOptions, morphkv
 from vq_functional.evict.nestedkv import NestedKVOptions, nestedkv
 from vq_functional.evict.pyramidkv import PyramidKVOptions, pyramidkv
+from vq_functional.evict.qfilters import QFiltersOptions, qfilters
 from vq_functional.evict.snapkv import SnapKVOptions, snapkv
 from vq_functional.evict.squeeze import SqueezeAttentionOptions, squeeze
 from vq_functional.evict.streaming_llm import StreamingLLMOptions, streaming_llm
 from vq_functional.evict.tova import TOVAOptions, tova
+from vq_functional.hybrid.rocketkv import RocketKVOptions, rocketkv
 from vq_functional.quantize.kivi import KIVIOptions, kivi
 
 
@@ -40,6 +43,9 @@ class Method:
     one_choice      all heads of a layer keep the same rows
     sums_heads      adds up the scores of the query heads that share a KV head
     chunks          rows stay or go by chunks of neighbours
+    share           keeps a share of the prompt
+    pages           attends to some of the rows it holds
+    noise           draws random numbers for each head
     folds           evicted rows go on in the values of others
     """
 
@@ -64,12 +70,15 @@ TABLE = (
     _row("pyramidkv", PyramidKVOptions, pyramidkv, "2406.02069", "evicts uses_queries"),
     _row("squeeze", SqueezeAttentionOptions, squeeze, "2404.04793", "evicts uses_queries"),
     _row("chunkkv", ChunkKVOptions, chunkkv, "2502.00299", "evicts uses_queries chunks"),
-    _row("cam", CaMOptions, cam, "PMLR 235:58840", "evicts uses_queries folds"),
+    _row("cam", CaMOptions, cam, "PMLR 235:58840", "evicts uses_queries folds noise"),
     _row("knorm", L2NormOptions, knorm, "2406.11430", "evicts chunk_invariant new_rows_go"),
-    _row("keyformer", KeyformerOptions, keyformer, "2403.09054", "evicts uses_queries new_rows_go"),
+    _row("keyformer", KeyformerOptions, keyformer, "2403.09054", "evicts uses_queries new_rows_go noise"),
     _row("morphkv", MorphKVOptions, morphkv, "2503.00979", "evicts uses_queries sums_heads"),
     _row("kvzip", KVzipOptions, kvzip, "2505.23416", "evicts uses_queries new_rows_go"),
     _row("nestedkv", NestedKVOptions, nestedkv, "2605.26678", "evicts new_rows_go"),
+    _row("rocketkv", RocketKVOptions, rocketkv, "2502.14051", "evicts uses_queries share pages new_rows_go"),
+    _row("qfilters", QFiltersOptions, qfilters, "2503.02812", "evicts uses_queries new_rows_go"),
+    _row("curdkv", CurDKVOptions, curdkv, "2509.15038", "evicts uses_queries new_rows_go"),
     _row("kivi", KIVIOptions, kivi, "2402.02750", _CODES),
     _row("turboquant_mse", TurboQuantMSEOptions, turboquant_mse, "2504.19874", f"{_CODES} vectors"),
     _row("turboquant_rvq", TurboQuantRVQOptions, turboquant_rvq, "2504.19874", _CODES),

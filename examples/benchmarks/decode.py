@@ -47,11 +47,26 @@ from measuring import (
     teacher_forced,
 )
 from prose import token_slice
-from vq_adapters import TransformKVCache, attention_hook
+from vq_adapters import (
+    KVCacheBuilder,
+    KVCacheConfig,
+    KVzipCache,
+    RocketKVOptions,
+    TransformKVCache,
+    attention_hook,
+    kvzip_prefill,
+)
+from vq_adapters.options import OPTIONS
 from vq_functional import Transform
 from vq_functional.core.store import RowStore
 
 START = 1000  # of the slice of prose
+BUDGET = 128
+EVICTING = (
+    *("h2o", "snapkv", "tova", "pyramidkv", "squeeze", "chunkkv", "cam", "knorm"),
+    *("qfilters", "keyformer", "morphkv", "kvzip", "curdkv", "nestedkv"),
+)
+OVER_CODES = {"h2o": 570, "snapkv": 570, "tova": 570}
 PEAK_STEPS, PEAK_WINDOWS = 200, 4
 MIB = 2**20
 
@@ -63,11 +78,12 @@ HOOK_NOTE = "hook: attention reads codes where there are any, and an evicting me
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of the table; `cache` builds that of a layer."""
+    """One row of the table; `cache` builds that of a layer, or is a configuration for the whole model."""
 
     name: str
-    cache: Callable[[int], Any]
+    cache: Callable[[int], Any] | KVCacheConfig
     hook: bool = False
+    read: Callable[..., Any] = prefill
 
     @property
     def label(self) -> str:
@@ -75,6 +91,8 @@ class Entry:
 
     def caches(self, model: Any) -> list[Any]:
         """One fresh cache a layer; keys and values come in as 16 bits."""
+        if isinstance(self.cache, KVCacheConfig):
+            return float16_rows(KVCacheBuilder.for_model(model, self.cache))
         return float16_rows(self.cache(layer) for layer in range(len(model.layers)))
 
     def attention(self, model: Any) -> contextlib.AbstractContextManager[Any]:
@@ -94,11 +112,35 @@ def entries() -> list[Entry]:
         *_transform("turboquant_mse", lambda layer: vq.turboquant_mse(seed=42 + layer), (False, True)),
         *_transform("qjl", lambda layer: vq.qjl(seed=42 + layer), (False, True)),
         *_transform("rows of 4-bit codes", lambda layer: _codes(4, layer), (False, True)),
-        *_transform("snapkv 128", lambda layer: vq.snapkv(budget=128), (False, True)),
-        *_transform("h2o 128", lambda layer: vq.h2o(budget=128), (False, True)),
         *_transform("streaming_llm 4+124", lambda layer: vq.streaming_llm(n_sink=4, window_size=124), (False,)),
-        *_transform("h2o 256 over 3-bit codes", lambda layer: _evicted_codes(256, 3, layer), (True,)),
+        *(entry for name in EVICTING for entry in _budgeted(name)),
+        Entry("kvzip 128, second pass", _config("kvzip"), True, _second_pass),
+        *_configured("rocketkv", KVCacheConfig(method="rocketkv", options=RocketKVOptions()), (False, True)),
+        *(_over_codes(name, budget) for name, budget in OVER_CODES.items()),
     ]
+
+
+def _config(method: str) -> KVCacheConfig:
+    """The method with its defaults, but a budget of 128 rows."""
+    options = OPTIONS[method]
+    field = next(name for name in options.__dataclass_fields__ if name.endswith("_budget"))
+    return KVCacheConfig(method=method, options=options(**{field: BUDGET}))
+
+
+def _budgeted(method: str) -> list[Entry]:
+    return _configured(f"{method} {BUDGET}", _config(method), (False, True))
+
+
+def _configured(name: str, config: KVCacheConfig, hooks: Sequence[bool]) -> list[Entry]:
+    return [Entry(name, config, hook) for hook in hooks]
+
+
+def _second_pass(model: Any, ids: mx.array, caches: Sequence[Any], chunk: int | None) -> None:
+    """`kvzip_prefill` for caches of kvzip."""
+    if isinstance(caches[0], KVzipCache):
+        kvzip_prefill(model, caches, ids, chunk=chunk or ids.shape[1])
+    else:
+        prefill(model, ids, caches, chunk)
 
 
 def _quantized(bits: int, group: int) -> Entry:
@@ -115,8 +157,11 @@ def _codes(bits: int, layer: int) -> RowStore:
     return vq.rows(key=key, value=vq.turboquant_mse_codec(bits=bits, seed=1042 + layer))
 
 
-def _evicted_codes(budget: int, bits: int, layer: int) -> Transform:
-    return vq.chain(vq.h2o_policy(budget=budget), _codes(bits, layer))
+def _over_codes(method: str, budget: int) -> Entry:
+    """The method over rows of 3-bit codes, with as many more rows as take the bytes of 128 plain ones."""
+    policy = getattr(vq, f"{method}_policy")(budget=budget)
+    cache = lambda layer: TransformKVCache(vq.chain(policy, _codes(3, layer)))  # noqa: E731
+    return Entry(f"{method} {budget} over 3-bit codes", cache, True)
 
 
 def plain_caches(model: Any) -> list[Any]:
@@ -166,7 +211,7 @@ def measure(model: Any, tokens: Sequence[int], prompt: int, entry: Entry, repeat
         turn = 1 if repeat % 2 == 0 else -1
         with entry.attention(model):
             here = functools.partial(say, entry.label, f"repeat {repeat + 1} of {repeats}")
-            runs = teacher_forced(model, tokens, prompt, *lists[::turn], say=here)
+            runs = teacher_forced(model, tokens, prompt, *lists[::turn], read=entry.read, say=here)
         base, own = runs[::turn]
         if repeat == 0:
             scores = divergence(base.log_probs, own.log_probs), agreement(base.log_probs, own.log_probs)

@@ -10,6 +10,7 @@ from models import (
     ARCHITECTURES,
     CHUNK,
     COMPOSED,
+    EVICTING,
     LOSSLESS,
     SMALL,
     TRANSFORMS,
@@ -32,6 +33,8 @@ from vq_adapters import TransformKVCache
 from vq_functional.methods import TABLE
 
 LENGTHS = (1, 2, 16, 17, 32, 33)
+# Methods that only append single tokens.
+PROMPT_ONLY = ("snapkv", "nestedkv", "rocketkv")
 # Error of all logits relative to their size that codes of LOSSLESS may cause; without an entry: none at all.
 CODE_ERROR = {"turboquant_mse": 0.15, "turboquant_rvq": 0.08, "qjl": 0.4, COMPOSED: 0.15}
 
@@ -45,12 +48,21 @@ def generate(model: Any, caches: list[Any], prompt: list[int], count: int) -> tu
 
 def rows_held(name: str, calls: list[int]) -> int:
     """Rows that a method of SMALL holds after calls of so many tokens."""
-    rows = 0
+    tokens, prompt, rows = 0, 0, 0
     for n in calls:
-        rows += n
-        capped = name in ("streaming_llm", "h2o", COMPOSED) or (name == "snapkv" and n > 1)
-        rows = min(rows, 16) if capped else rows
+        tokens, prompt, rows = tokens + n, prompt + (n if n > 1 else 0), rows + n
+        if name in EVICTING and (n > 1 or name not in PROMPT_ONLY):
+            rows = min(rows, cap(name, tokens, prompt))
     return rows
+
+
+def cap(name: str, tokens: int, prompt: int) -> int:
+    """Rows that may stay after so many tokens, of which `prompt` came in calls of several."""
+    if name == "chunkkv" and tokens > 16:
+        return 2 + 2 * 4 + (tokens - 2) % 4  # sinks, two chunks, and the unfinished one
+    if name == "rocketkv":
+        return max(int(prompt / 4**0.32 + 0.5), 2 + 6 + 1)  # sinks, window, and one free row
+    return 16
 
 
 def test_every_method_has_options_of_its_own() -> None:

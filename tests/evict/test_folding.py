@@ -53,10 +53,12 @@ BUDGET, SINKS = 10, 2
 class HandOn(Policy):
     """A window; each row that leaves is added to the oldest row after the sinks, so that nothing is ever lost.
 
-    Memory counts the tokens that a row stands for.
+    Memory counts the tokens that a row stands for. With `own` below 1 a row that
+    takes others in keeps that share of itself.
     """
 
     with_keys: bool = False
+    own: float = 1.0
     name = "hand_on"
     folds = 1
 
@@ -76,7 +78,7 @@ class HandOn(Policy):
         self, memory: mx.array, scene: Scene, kept: Picked, lost: Picked
     ) -> tuple[mx.array, Shares, Shares | None]:
         into = self.heirs(pick(scene.position, kept.index), kept.valid)
-        own, given = mx.ones(into.shape), (into[..., None] & lost.valid[:, :, None]).astype(mx.float32)
+        own, given = mx.where(into, self.own, 1.0), (into[..., None] & lost.valid[:, :, None]).astype(mx.float32)
         given = given / mx.maximum(into.sum(axis=-1), 1)[..., None, None]
         total = pick(memory, kept.index) + (given * pick(memory, lost.index)[:, :, None]).sum(axis=-1)
         shares = Shares(own, given)
@@ -139,19 +141,19 @@ def handed_on(x: np.ndarray, count: int, limit: int = BUDGET) -> tuple[list[int]
     return held, expected
 
 
-def check_handed_on(transform: Any, state: Any, counts: Sequence[int], stream: Stream) -> None:
+def check_handed_on(transform: Any, state: Any, counts: Sequence[int], stream: Stream, limit: int = BUDGET) -> None:
     """Rows held, bit for bit, and memory, after `counts[b]` tokens of each batch row."""
     ordered = transform.ordered(state)
     keys, values = (to_numpy(x) for x in transform.read(ordered))
     for row, head in np.ndindex(stream.batch, stream.heads):
         count = counts[row]
-        held, expected = handed_on(stream.values[row, head], count)
+        held, expected = handed_on(stream.values[row, head], count, limit)
         assert [i for i in ordered.position[row, head].tolist() if i >= 0] == held
         assert np.array_equal(values[row, head, : len(held)], expected)
         with_keys = transform.policy.with_keys
-        expected = handed_on(stream.keys[row, head], count)[1] if with_keys else stream.keys[row, head][held]
+        expected = handed_on(stream.keys[row, head], count, limit)[1] if with_keys else stream.keys[row, head][held]
         assert np.array_equal(keys[row, head, : len(held)], expected)
-        stands_for = handed_on(np.ones((count, 1)), count)[1][:, 0].tolist()
+        stands_for = handed_on(np.ones((count, 1)), count, limit)[1][:, 0].tolist()
         assert ordered.memory[row, head].tolist() == stands_for + [0] * (ordered.slots - len(held))
 
 
@@ -250,7 +252,7 @@ def columns_that_differ(first: Any, second: Any) -> list[mx.array]:
 @ALL
 @EVERY_STORE
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
-def test_rows_that_take_nothing_in_keep_their_codes(policy: Policy, store: RowStore, dtype: mx.Dtype) -> None:
+def test_rows_that_take_nothing_in_keep_their_codes(policy: HandOn, store: RowStore, dtype: mx.Dtype) -> None:
     stream, pattern = make_stream(2, 60, batch=2, dim=64, dtype=dtype), [25, 1, 1, 1, 19, *[1] * 13]
     transforms = [chain(p, store) for p in (policy, streaming_llm_policy(n_sink=SINKS, window_size=BUDGET - SINKS))]
     folded, plain = (transform.ordered(feed(transform, stream, pattern)) for transform in transforms)
@@ -266,9 +268,12 @@ def test_rows_that_take_nothing_in_keep_their_codes(policy: Policy, store: RowSt
 @EXACT
 @EVERY_STORE
 @pytest.mark.parametrize("pattern", [[BUDGET, 1], [BUDGET + 1], [4, 7]], ids=str)
-def test_row_that_takes_in_is_decoded_summed_and_encoded(policy: HandOn, store: RowStore, pattern: list[int]) -> None:
+@pytest.mark.parametrize("own", [1.0, 0.25, 0.0])
+def test_row_that_takes_in_is_decoded_summed_and_encoded(
+    policy: HandOn, store: RowStore, pattern: list[int], own: float
+) -> None:
     stream = make_stream(3, BUDGET + 1, dim=64, value_dim=32)
-    transform = chain(policy, store)
+    transform = chain(attrs.evolve(policy, own=own), store)
     state = transform.ordered(feed(transform, stream, pattern))
     for codec, came, rows_, folded in (
         (store.key, stream.keys, state.rows.keys, policy.with_keys),
@@ -276,7 +281,7 @@ def test_row_that_takes_in_is_decoded_summed_and_encoded(policy: HandOn, store: 
     ):
         coder = codec.bind(came.shape[3], mx.float32)
         two = [coder.encode(mx.array(came[:, :, i : i + 1])) for i in (SINKS, SINKS + 1)]
-        total = coder.decode(two[0]) + coder.decode(two[1])
+        total = coder.decode(two[0]) + own * coder.decode(two[1])
         expected = coder.encode(total) if folded else two[1]
         assert equal([x[:, :, SINKS : SINKS + 1] for x in rows_], expected)
 
@@ -357,16 +362,18 @@ def test_batch_rows_and_heads_are_independent(policy: Policy, seed: int, pattern
 
 
 @EXACT
-@pytest.mark.parametrize("pattern", [[20], [6, 1, 1, 13], [1] * 9], ids=str)
-def test_compacting_folds_what_it_gives_up(policy: HandOn, pattern: list[int]) -> None:
+@pytest.mark.parametrize("pattern", [[20], [6, 1, 1, 13], [20, 20]], ids=str)
+@pytest.mark.parametrize("limit", [BUDGET, 6])
+def test_compacting_folds_what_it_gives_up(policy: HandOn, pattern: list[int], limit: int) -> None:
     """All calls but the last settle; the last one is only looked at."""
     total = sum(pattern)
-    transform, stream = chain(policy, rows()), whole_numbers(10, total)
+    transform: Any = chain(policy, rows())
+    stream = whole_numbers(10, total)
     state = feed(transform, stream, pattern[:-1])
     keys, values, _ = parts_of(stream, total - pattern[-1], pattern[-1])
     seen = transform.observe(transform.write(state, keys, values), keys, proxy=True)
-    state = transform.compact(seen, mx.array([BUDGET]), BUDGET)
-    check_handed_on(transform, state, [total], stream)
+    state = transform.compact(seen, mx.array([limit]), limit)
+    check_handed_on(transform, state, [total], stream, limit)
 
 
 # Numbers

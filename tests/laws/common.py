@@ -63,10 +63,14 @@ def _compositions() -> Iterator[Subject]:
     for method in TABLE:
         if "evicts" not in method.traits:
             continue
-        policy = getattr(vq, f"{method.name}_policy")(**small_options(method))
         for name, store in stores().items():
             more = {"packs", "attends_codes"} if store.coded else set()
-            yield Subject(f"{method.name}-over-{name}", vq.chain(policy, store), method.traits | more)
+            if "pages" not in method.traits:
+                policy = getattr(vq, f"{method.name}_policy")(**small_options(method))
+                yield Subject(f"{method.name}-over-{name}", vq.chain(policy, store), method.traits | more)
+            elif not store.key.keys_only:  # pages are made of vectors
+                transform = method.build(store=store, **small_options(method))
+                yield Subject(f"{method.name}-over-{name}", transform, method.traits | more)
 
 
 METHODS = tuple(_methods())

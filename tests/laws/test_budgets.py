@@ -35,14 +35,15 @@ def test_rows_never_exceed_the_cap(subject: Subject, with_queries: bool) -> None
         asking = None if queries is None else queries[:, :, span]
         run = feed(transform, run, keys[:, :, span], values[:, :, span], queries=asking)
         capped = n > 1 or not policy.prompt_only
-        held = policy.kept(span.stop, held + n, policy.budget) if capped else held + n
-        assert held <= policy.budget or not capped
+        limit = policy.limit(run.fill.prompt)
+        held = policy.kept(span.stop, held + n, limit) if capped else held + n
+        assert held <= limit or not capped
         assert run.fill.rows == held
         position = held_positions(transform, run)
         assert position.shape[-1] == held and position.max() < span.stop
 
 
-@EVICTING
+@over("evicts", without=["share"], among=METHODS)
 def test_a_prompt_cap_and_a_total_cap(subject: Subject) -> None:
     """64 tokens, then 100 single ones."""
     cache = TransformKVCache(subject.transform)
@@ -53,7 +54,7 @@ def test_a_prompt_cap_and_a_total_cap(subject: Subject) -> None:
     assert cache.size() == (budget + 100 if policy.prompt_only else policy.kept(164, budget, budget))
 
 
-@EVICTING
+@over("evicts", without=["share"], among=METHODS)
 @QUERIES
 @pytest.mark.parametrize("pieces", [[128], [64, 64], [100, *[1] * 28]], ids=["one", "two", "decoded"])
 def test_first_and_newest_rows_stay_by_default(subject: Subject, with_queries: bool, pieces: list[int]) -> None:
@@ -69,7 +70,7 @@ def test_first_and_newest_rows_stay_by_default(subject: Subject, with_queries: b
         assert set(range(sinks)) | newest <= set(rows)
 
 
-@over("evicts")
+@over("evicts", without=["new_rows_go"])
 @QUERIES
 def test_rows_of_the_prompt_do_not_win_for_ever(subject: Subject, with_queries: bool) -> None:
     """Sixteen places, 100 single tokens: at least a quarter of what is held is newer than the rows that came first."""
@@ -92,7 +93,7 @@ def test_a_single_free_place_rotates(subject: Subject, with_queries: bool) -> No
         assert 4 <= rows[4] < 34
 
 
-@EVICTING
+@over("evicts", without=["share"], among=METHODS)
 @QUERIES
 def test_protected_spans_stay(subject: Subject, with_queries: bool) -> None:
     """`protect` is an option of every policy, in prompts and step by step."""
@@ -119,7 +120,7 @@ def test_windows_do_not_depend_on_how_they_were_filled(subject: Subject, pieces:
         assert fed(subject.transform, calls).tolist() == [[wanted] * 2] * 2
 
 
-@over("evicts")
+@over("evicts", without=["noise"])
 def test_heads_keep_their_own_rows(subject: Subject) -> None:
     """Swapping the heads of the input swaps the heads of the state."""
     transform = subject.transform

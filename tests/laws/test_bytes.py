@@ -78,7 +78,7 @@ def test_nbytes_of_a_functional_state(subject: Subject) -> None:
     assert vq.nbytes(state) == sum(array.nbytes for array in reachable(state))
 
 
-@over("packs")
+@over("packs", without=["pages"])
 def test_no_array_holds_the_keys_unpacked(subject: Subject) -> None:
     """Keys four times as wide as values: what is not codes is no larger than what values take."""
     spec = vq.KVSpec(kv_heads=2, key_dim=128, value_dim=32, capacity=512)
@@ -156,7 +156,7 @@ def test_evicted_bytes_are_gone_and_the_rest_is_packed(subject: Subject) -> None
     assert memory <= slots * HEADS * 4 * 8
 
 
-@over("evicts")
+@over("evicts", without=["share"])
 def test_bytes_of_a_capped_cache_stay_flat(subject: Subject) -> None:
     """Prompt after prompt, whatever the number of tokens."""
     one, two = filled(subject, [200]), filled(subject, [200, 200])

@@ -12,7 +12,7 @@ from vq_functional.core.tree import flatten
 LENGTHS = st.lists(st.sampled_from([0, 1, 1, 2, 7, 32, 45]), min_size=1, max_size=4)
 
 
-@over()
+@over(without=["share"])
 @given(pieces=LENGTHS, batch=st.sampled_from([1, 2]), with_queries=st.booleans())
 def test_update_keeps_shapes(subject: Subject, pieces: list[int], batch: int, with_queries: bool) -> None:
     spec = vq.KVSpec(batch=batch, kv_heads=2, key_dim=64, value_dim=64, capacity=192)
@@ -27,7 +27,7 @@ def test_update_keeps_shapes(subject: Subject, pieces: list[int], batch: int, wi
         assert keys_out.shape == values_out.shape
 
 
-@over()
+@over(without=["share"])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=["fp16", "bf16", "fp32"])
 def test_a_state_holds_arrays_only(subject: Subject, dtype: mx.Dtype) -> None:
     spec = vq.KVSpec(batch=2, kv_heads=2, key_dim=64, value_dim=64, dtype=dtype, capacity=64)

@@ -12,7 +12,7 @@ from vq_functional.core.tree import flatten
 SMALL_SPEC, LARGE_SPEC = attrs.evolve(SPEC, capacity=64), attrs.evolve(SPEC, capacity=192)
 
 
-@over()
+@over(without=["share"])
 @given(
     before=st.sampled_from([[], [1], [40], [30, 1, 1], [64]]), after=st.sampled_from([[1], [1] * 20, [50], [5, 1, 60]])
 )

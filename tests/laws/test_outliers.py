@@ -157,7 +157,7 @@ def tied(transform: Any) -> Any:
     return attrs.evolve(transform, policy=kind(**options))
 
 
-@over("evicts", without=["chunks"])
+@over("evicts", without=["share", "chunks"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_of_equal_rows_the_documented_ones_stay(subject: Subject, compiled: bool) -> None:
     """The later ones, or the earlier ones where a policy says so; protected rows aside."""

@@ -28,7 +28,7 @@ TOTAL, GROUP = 90, 4
 PIECES = [50, 1, 1, 8, *[1] * 30]
 
 
-@over()
+@over(without=["share"])
 @given(group=st.sampled_from([1, 3, 4]), pieces=st.sampled_from([[90], [50, 40], PIECES]))
 def test_the_state_has_the_heads_of_keys(subject: Subject, group: int, pieces: list[int]) -> None:
     """Nothing is repeated for query heads: shapes are those of a run without queries."""
@@ -63,7 +63,7 @@ def test_who_has_no_rule_for_queries_ignores_them(subject: Subject) -> None:
     assert_same(asked.state, silent.state, "a state that was asked")
 
 
-@over("uses_queries", without=["one_choice"])
+@over("uses_queries", without=["share", "one_choice"])
 def test_who_has_a_rule_for_queries_follows_them(subject: Subject) -> None:
     """Of the rows that all queries of a head look at more stay in that head than where nobody looks."""
     transform = subject.transform

@@ -15,7 +15,10 @@ from vq_functional.core.transform import Transform
 from vq_functional.methods import TABLE, Method
 
 ROOT = Path(__file__).parents[2]
-TRAITS = {"evicts", "uses_queries", "packs", "chunk_invariant", "attends_codes", "vectors"}
+TRAITS = {
+    *("evicts", "uses_queries", "packs", "chunk_invariant", "attends_codes", "vectors", "window", "new_rows_go"),
+    *("one_choice", "sums_heads", "chunks", "share", "pages", "noise", "folds"),
+}
 NAMES = """
     a2ats adakv age_tiered amc anchorkv cachegen cam chunkkv curdkv gear h2o keyformer kitty kivi kivi_sink
     knorm kvquant kvtc kvzip minicache morphkv nestedkv nsnquant palu polar pyramidkv qfilters qjl rocketkv
@@ -67,7 +70,7 @@ def test_a_row_is_complete(method: Method) -> None:
     assert transform == method.build(), "two builds with the same options must share compiled steps"
     assert hash(transform) == hash(method.build())
     assert transform.evicts == ("evicts" in method.traits)
-    assert transform.coded == ("packs" in method.traits)
+    assert transform.coded == ("packs" in method.traits or "pages" in method.traits)
     assert transform.trimmable == ("evicts" not in method.traits)
 
 

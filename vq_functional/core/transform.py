@@ -42,6 +42,11 @@ class Transform:
         return True
 
     @property
+    def window(self) -> int | None:
+        """Positions that a query sees at most, itself included; None where there is no such bound."""
+        return None
+
+    @property
     def leads(self) -> bool:
         """Whether other layers take over what this one chooses."""
         return False

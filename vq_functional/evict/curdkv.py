@@ -22,10 +22,10 @@ from vq_functional.core.tree import map_leaves
 from vq_functional.evict.chain import chain
 from vq_functional.ops.attention import decode
 from vq_functional.ops.rows import pick, put, read_rows, token_order
-from vq_functional.ops.vectors import TINY, norm
+from vq_functional.ops.vectors import TINY
 
 WINDOW = 16  # positions within which norms are compared
-SHIFT = 0.003  # of the sum of all eigenvalues
+SHIFT = 0.001  # of the sum of all eigenvalues
 FLAT = 1e-6  # squared length that rounding alone can leave of a unit vector
 
 
@@ -91,15 +91,15 @@ class CurDKVPolicy(Policy):
         if self.decode == "append":
             return memory
         if self.decode == "cur":
-            return _by_norms(memory, scene, values)
-        last = scene.lengths - 1
-        query = read_rows(scene.queries, last, 1)
-        token = read_rows(scene.query_position, last, 1, axis=1)
+            return _by_norms(scene, values)
+        query, token = scene.queries, scene.query_position
+        if query.shape[2] > 1:
+            query, token = read_rows(query, scene.lengths - 1, 1), read_rows(token, scene.lengths - 1, 1, axis=1)
         return self._by_leverage(memory, scene, values, query, token)
 
     def _after_several(self, memory: Shares, scene: Scene, values: mx.array) -> Shares:
         if self.prefill == "cur":
-            return _by_norms(memory, scene, values)
+            return _by_norms(scene, values)
         for i in range(scene.queries.shape[2]):
             here = slice(i, i + 1)
             query, token = scene.queries[:, :, here], scene.query_position[:, here]
@@ -146,11 +146,11 @@ def _leading(x: mx.array, rank: int) -> mx.array:
 
     One step of subspace iteration from the `rank` largest rows, as they come by size.
     """
-    sizes = mx.square(x).sum(axis=-1, keepdims=True)
-    largest = mx.argsort(-sizes, axis=2)[:, :, :rank]
-    start = _unit(mx.take_along_axis(x, largest, axis=2))
+    sizes = mx.square(x).sum(axis=-1)
+    largest = mx.argsort(-sizes, axis=-1)[..., :rank]
+    start = _unit(pick(x, largest))
     # The shift keeps directions apart that would all fall onto the first one in float32.
-    shift = SHIFT * sizes.sum(axis=2, keepdims=True)
+    shift = SHIFT * sizes.sum(axis=-1)[..., None, None]
     return _orthonormal(_unit((start @ x.swapaxes(-1, -2)) @ x + shift * start))
 
 
@@ -168,26 +168,22 @@ def _orthonormal(x: mx.array) -> mx.array:
 
 
 def _unit(x: mx.array) -> mx.array:
-    return x / mx.maximum(norm(x), TINY)
+    return x * mx.rsqrt(mx.maximum(mx.square(x).sum(axis=-1, keepdims=True), TINY))
 
 
-def _by_norms(memory: Shares, scene: Scene, values: mx.array) -> Shares:
-    """Rows of the windows that this call began or went on with: |k|^2 |v|^2, each factor over its window's mean.
+def _by_norms(scene: Scene, values: mx.array) -> Shares:
+    """|k|^2 |v|^2 as shares of the whole, each factor as a multiple of its window's mean.
 
-    The other rows keep what they have, so that it does not matter how a prompt
-    was cut between windows. The unit is an even share of the budget.
+    By the mean and not the sum, since earlier calls have left holes in old windows.
     """
     live, order = scene.position >= 0, token_order(scene.position)
-    sizes = mx.stack([mx.square(x).sum(axis=-1) for x in (_finite(scene.keys()), values)], axis=-1)
-    factors = mx.concatenate([sizes, mx.ones((*live.shape, 1))], axis=-1)
-    factors = pick(mx.where(live[..., None], factors, 0.0), order)
+    sizes = [mx.square(x).sum(axis=-1) for x in (_finite(scene.keys()), values)]
+    factors = pick(mx.where(live[..., None], mx.stack([*sizes, mx.ones(live.shape)], axis=-1), 0.0), order)
     sums = _window_sums(factors, pick(scene.position, order)[..., None] // WINDOW)
     relative = factors[..., :2] * sums[..., 2:] / mx.maximum(sums[..., :2], TINY)
-    product = put(mx.zeros(live.shape), order, relative[..., 0] * relative[..., 1])
-    product = mx.where(mx.isfinite(product), product, 0.0) / scene.limit[:, None, None]
-    began = (scene.offset - scene.tokens)[:, None, None] // WINDOW
-    fresh = live & (scene.position // WINDOW >= began)
-    return Shares(mx.where(fresh, product, memory.total), mx.where(fresh, 1.0, memory.count))
+    product = put(sizes[0], order, relative[..., 0] * relative[..., 1])
+    product = mx.where(mx.isfinite(product), product, 0.0)
+    return Shares(product / mx.maximum(product.sum(axis=-1, keepdims=True), TINY), live.astype(mx.float32))
 
 
 def _window_sums(x: mx.array, window: mx.array) -> mx.array:

@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from vq_functional.core.codec import Rows
 from vq_functional.core.errors import check, check_int, check_number
-from vq_functional.core.policy import Scene, Spans, protect_field, spared
+from vq_functional.core.policy import Scene, Spans, protect_field
 from vq_functional.core.spec import KVSpec
 from vq_functional.core.store import RowStore, rows
 from vq_functional.core.transform import Fill, Transform
@@ -99,13 +99,10 @@ class RocketKVPolicy(SnapKVPolicy):
         ranked = pick(mx.where((scene.position < 0) | self._window(scene), 0, votes), order)
         return votes, put(votes, order, _max_pooled(ranked, self.max_kernel) + OWN * ranked)
 
-    def _window(self, scene: Scene) -> mx.array:
-        """Bool [B, H, T]: rows of the observation window, as many as the share has room for."""
-        if scene.proxy:
-            return mx.zeros(scene.position.shape, mx.bool_)
-        room = mx.maximum(scene.limit - self.n_sink - spared(self.protect, self.n_sink) - 1, 0)
-        size = mx.minimum(room, self.obs_window)
-        return scene.position >= (scene.offset - size)[:, None, None]
+    @property
+    def shielded(self) -> int:
+        """Shorter prompts stay whole: the window that votes needs something to vote on."""
+        return super().shielded + self.obs_window
 
 
 def _max_pooled(x: mx.array, kernel: int) -> mx.array:
@@ -196,8 +193,8 @@ class RocketKV(Evicting):
         state, group = super().settle_in(held, group, queries, lengths, proxy)
         return self._paged(state) if held.new else state, group
 
-    def grow(self, state: SlotState, capacity: int) -> SlotState:
-        state = super().grow(state, capacity)
+    def widen(self, state: SlotState, capacity: int) -> SlotState:
+        state = super().widen(state, capacity)
         carry = map_leaves(lambda x: extend_rows(x, self._count(state.slots)), state.carry)
         return attrs.evolve(state, carry=carry)
 
@@ -229,14 +226,17 @@ class RocketKV(Evicting):
         index, real = self._best_rows(state, query, query.shape[-1] ** -0.5, seen, k2, keep_recent)
         return mx.where(real & (pick(state.position, index) >= 0), index, -1).astype(mx.int32)
 
+    def channels_of(self, dim: int) -> int:
+        """Channels of a head of size `dim` that enter a page's bound."""
+        return self.channels or top_channels(self.ratio, dim)
+
     def _best_rows(
         self, state: SlotState, queries: mx.array, scale: float, seen: mx.array, k2: int | None, keep_recent: int
     ) -> tuple[mx.array, mx.array]:
         """Slots int [B, H, K] of the best pages, rising, and which of them count; `seen` bool [B, H, G or 1, slots]."""
         total, held = self._count(state.slots), (state.position >= 0).sum(axis=-1, keepdims=True)
         useful = self._by_page(seen.any(axis=2)[..., None], False).any(axis=(3, 4))
-        channels = self.channels or top_channels(self.ratio, queries.shape[-1])
-        score = state.carry.scores(queries, scale, channels, useful)
+        score = state.carry.scores(queries, scale, self.channels_of(queries.shape[-1]), useful)
         recent = (mx.arange(total) >= (held - keep_recent) // self.page) & (keep_recent > 0)
         priority = mx.where(useful, mx.where(recent, mx.inf, score), -mx.inf)
         # The newest rows touch so many pages at most; one more is chosen by its score.
@@ -285,15 +285,11 @@ def _seen(held: SlotState, mask: Mask) -> mx.array:
     return mx.broadcast_to(mask, (batch, heads, *mask.shape[2:]))
 
 
-def rocketkv(*, store: RowStore | None = None, **options: Any) -> Transform:
-    """Keep a share of each prompt, and read the best pages of it; rows stay as they came, or as `store` holds them."""
+def rocketkv_policy(**options: Any) -> RocketKVPolicy:
+    """Stage 1 alone: a share of each prompt stays; options as in RocketKVOptions."""
     o = RocketKVOptions(**options)
-    store = store or rows()
-    check(isinstance(store, RowStore), "rocketkv", "store", "must hold rows that stand alone", store)
-    check(not store.key.keys_only, "rocketkv", "store", "must give its keys back as vectors", store.key.name)
-    stage1, stage2 = stage_ratios(o.compression_ratio)
-    page = o.page_size or page_length(stage2)
-    policy = RocketKVPolicy(
+    stage1, _ = stage_ratios(o.compression_ratio)
+    return RocketKVPolicy(
         1 / stage1,
         o.n_sink,
         protect=o.protect,
@@ -301,4 +297,14 @@ def rocketkv(*, store: RowStore | None = None, **options: Any) -> Transform:
         pool_kernel=1,
         max_kernel=o.pool_kernel,
     )
-    return RocketKV("rocketkv", policy, store, page, channel_ratio(stage2, page), o.head_topk1)
+
+
+def rocketkv(*, store: RowStore | None = None, **options: Any) -> Transform:
+    """Keep a share of each prompt, and read the best pages of it; rows stay as they came, or as `store` holds them."""
+    o, store = RocketKVOptions(**options), store or rows()
+    check(isinstance(store, RowStore), "rocketkv", "store", "must hold rows that stand alone", store)
+    check(not store.key.keys_only, "rocketkv", "store", "must give its keys back as vectors", store.key.name)
+    _, stage2 = stage_ratios(o.compression_ratio)
+    page = o.page_size or page_length(stage2)
+    policy, ratio = rocketkv_policy(**options), channel_ratio(stage2, page)
+    return RocketKV("rocketkv", policy, store, page, ratio, o.head_topk1)
