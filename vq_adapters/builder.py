@@ -20,6 +20,7 @@ from vq_adapters.vectors import VECTOR_CLASSES, KVCache, SlidingWindowKVCache
 from vq_functional.core.errors import check
 from vq_functional.core.spec import FLOATS, KVSpec
 from vq_functional.core.transform import Transform
+from vq_functional.evict.engine import Evicting
 from vq_functional.methods import TABLE
 
 # Methods that also have the per-vector API.
@@ -181,7 +182,10 @@ class KVCacheBuilder:
             attention = _attention(layers[place])
             layer = Layer(index, len(places), place, _spec(attention, _dtype(layers[place])))
             caches[place] = _layer_cache(config, layer, attention)
-            if caches[place].transform.in_group:
+        transforms = [caches[place].transform for place in places]
+        group.uneven = transforms[0].agrees or len({rows_kept(transform) for transform in transforms}) > 1
+        for index, place in enumerate(places):
+            if group.uneven or transforms[index].in_group:
                 caches[place].join(group, index)
         _check_eviction(model, caches[places[0]].transform)
         return caches
@@ -191,6 +195,11 @@ def _one_layer(config: KVCacheConfig) -> TransformKVCache:
     if config.method in CLASSES:
         return CLASSES[config.method](config)
     return TransformKVCache(config.transform(), max_tokens=config.capacity)
+
+
+def rows_kept(transform: Transform) -> int | float | None:
+    """What bounds the rows that a transform holds; None where nothing does."""
+    return transform.policy.budget if isinstance(transform, Evicting) else transform.window
 
 
 def _layer_cache(config: KVCacheConfig | Transform, layer: Layer, attention: nn.Module | None) -> TransformKVCache:

@@ -48,6 +48,7 @@ class TransformKVCache:
         self._unsettled: tuple[mx.array, list[int], mx.array | None] | None = None
         self._group: LayerGroup | None = None
         self._layer = 0  # in the group
+        self._hooked: bool | None = None  # whether the attention hook hands queries over; None before a call has ended
         self._waits = False  # for the layers to agree: until then every row stays
         self._holds = False  # every row, until `compact`
 
@@ -117,6 +118,8 @@ class TransformKVCache:
         """
         first = keys.call is self._call
         self._call = None
+        if first and self._uneven() and isinstance(mask, mx.array):
+            mask = self._own_mask(queries.shape[2])
         if first and sinks is None and queries.shape[2] <= FEW and self.transform.coded:
             out = self._attend_codes(queries, scale, mask)
         else:
@@ -128,6 +131,14 @@ class TransformKVCache:
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None, **_: Any) -> Mask:
         """Mask of the coming call of `N` tokens, as wide as what that call will return."""
         self._settle()
+        mask = self._mask(N, return_array, window_size)
+        if isinstance(mask, mx.array) and self._uneven():
+            rule = "is drawn for one layer and used by all, which hold different numbers of rows: "
+            fits = self._hooked is not False and window_size is None
+            check(fits, self.transform.name, "mask", rule + "it needs the attention hook, and no window", window_size)
+        return mask
+
+    def _mask(self, N: int, return_array: bool, window_size: int | None) -> Mask:
         if not self._uniform():
             return self._by_query_head(self.transform.make_mask(self._state_for(N), N, None, window_size))
         window_size = self._window(N, window_size)
@@ -294,6 +305,7 @@ class TransformKVCache:
     def _end_call(self, queries: mx.array | None) -> None:
         keys, counts, lengths = cast(tuple[mx.array, list[int], mx.array | None], self._unsettled)
         asked, proxy = (keys, True) if queries is None else (queries, False)
+        self._hooked = not proxy
         if self._holds:
             self._state = self._evicting.retain(self._state)
         elif self._waits:
@@ -410,6 +422,18 @@ class TransformKVCache:
 
     def _capacity(self, n: int) -> int:
         return max(-(-self._room(n) // STEP) * STEP, 1)
+
+    def _uneven(self) -> bool:
+        """Whether the mask of one layer may not fit another."""
+        return self._group is not None and self._group.uneven and any(fill.tokens for fill in self._fills)
+
+    def _own_mask(self, n: int) -> mx.array:
+        """This layer's mask of the last call of `n` tokens, as wide as what that call returned."""
+        mask = self.transform.visible(self._state, n)
+        if not self._uniform():
+            return mask
+        width, new = self._fills[0].rows, n if n > 1 else 0
+        return mx.concatenate([mask[..., : width - new], mask[..., mask.shape[-1] - new :]], axis=-1)
 
     def _window(self, n: int, asked: int | None) -> int | None:
         """The window that a mask for `n` tokens must draw; None where all that is returned lies within it."""

@@ -22,6 +22,7 @@ class LayerGroup:
 
     def __init__(self, key: str | None = None) -> None:
         self.key = key or uuid.uuid4().hex
+        self.uneven = False  # layers may hold different numbers of rows
         self._members: weakref.WeakValueDictionary[int, TransformKVCache] = weakref.WeakValueDictionary()
         self._told: dict[int, mx.array] = {}
         self._agreed: dict[int, list[int]] | None = None
@@ -37,6 +38,7 @@ class LayerGroup:
         found = self._descendants.get(way)
         if found is None or layer in found._members:
             found = self._descendants[way] = LayerGroup()
+            found.uneven = self.uneven
         return found
 
     def tell(self, layer: int, told: mx.array) -> None:
@@ -72,9 +74,10 @@ class LayerGroup:
 _LOADED: weakref.WeakValueDictionary[str, LayerGroup] = weakref.WeakValueDictionary()
 
 
-def loaded(key: str, layer: int) -> LayerGroup:
+def loaded(key: str, layer: int, uneven: bool) -> LayerGroup:
     """The group of a saved list that is being loaded layer by layer."""
     found = _LOADED.get(key)
     if found is None or layer in found._members:
         found = _LOADED[key] = LayerGroup(key)
+        found.uneven = uneven
     return found

@@ -42,7 +42,7 @@ def header(cache: TransformKVCache) -> dict[str, Any]:
         "fills": [list(attrs.astuple(fill)) for fill in cache._fills],
         "layout": None if cache._state is None else _layout_of(cache),
         "capacity": None if cache._state is None else cache.transform.capacity(cache._state),
-        "group": None if cache._group is None else [cache._group.key, cache._layer],
+        "group": None if cache._group is None else [cache._group.key, cache._layer, cache._group.uneven],
     }
 
 
@@ -62,8 +62,8 @@ def unpack(cache: TransformKVCache, arrays: Sequence[mx.array]) -> None:
     cache._state, cache._fills, cache._batched = state, fills, rest["batched"]
     cache._remaining, cache._padding = rest["remaining"], rest["padding"]
     if rest["group"] is not None:
-        key, layer = rest["group"]
-        cache.join(loaded(key, layer), layer)
+        key, layer, uneven = rest["group"]
+        cache.join(loaded(key, layer, uneven), layer)
 
 
 def _check_fills(transform: Transform, fills: list[Fill], state: Any) -> None:

@@ -28,6 +28,7 @@ from vq_adapters import (
 )
 from vq_adapters.builder import _head_dim
 from vq_adapters.classes import CLASSES
+from vq_adapters.config import Layer
 from vq_adapters.documented import UNBUILT
 from vq_functional.methods import METHODS, TABLE
 
@@ -205,7 +206,8 @@ class TestForModel:
         """The caches are those that the configuration's transforms make, one layer after the other."""
         model, config = build("llama"), KVCacheConfig(method=method)
         caches = KVCacheBuilder.for_model(model, config)
-        plain = [TransformKVCache(config.transform(layer)) for layer in range(2)]
+        layers = [Layer(index=index, count=2, number=index) for index in range(2)]
+        plain = [TransformKVCache(config.for_layer(layer).transform()) for layer in layers]
         assert [type(cache) for cache in caches] == [CLASSES.get(method, TransformKVCache)] * 2
         assert [cache.transform for cache in caches] == [cache.transform for cache in plain]
         assert mx.array_equal(run(model, caches), run(model, plain))

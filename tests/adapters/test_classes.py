@@ -1,114 +1,77 @@
-"""The documented cache classes: their statistics, and that they stay what they are."""
+"""The documented cache classes: their members, and that they stay what they are."""
 
 import copy
+import inspect
+import json
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from configs import CALLS, CONFIGS, EMPTY, B, D, DV, H, feed, leaves_equal, rows, statistics
 
-from vq_adapters import (
-    H2OKVCache,
-    H2OOptions,
-    KIVIKVCache,
-    KIVIOptions,
-    KVCacheConfig,
-    QuantizerConfigError,
-    SnapKVKVCache,
-    SnapKVOptions,
-    StreamingLLMKVCache,
-    StreamingLLMOptions,
-    TransformKVCache,
-    TurboQuantRVQKVCache,
-)
+import vq_adapters
+from vq_adapters import KVCache, QuantizerConfigError, TransformKVCache
 from vq_adapters.classes import CLASSES
 
-B, H, D, DV = 2, 2, 64, 32
-ITEM = {mx.float16: 2, mx.bfloat16: 2, mx.float32: 4}
-
-CONFIGS: dict[Any, KVCacheConfig] = {
-    StreamingLLMKVCache: KVCacheConfig(
-        method="streaming_llm", options=StreamingLLMOptions(stream_n_sink=2, stream_window_size=14)
-    ),
-    H2OKVCache: KVCacheConfig(method="h2o", options=H2OOptions(h2o_budget=16, h2o_n_sink=2, h2o_grace=4)),
-    SnapKVKVCache: KVCacheConfig(
-        method="snapkv", options=SnapKVOptions(snap_budget=16, snap_n_sink=2, snap_obs_window=6)
-    ),
-    KIVIKVCache: KVCacheConfig(
-        method="kivi", bit_width_inlier=4, options=KIVIOptions(kivi_group_size=32, residual_length=8)
-    ),
-    TurboQuantRVQKVCache: KVCacheConfig(method="turboquant_rvq", bit_width_inlier=2),
-}
-CALLS = (10, 30, 1, 1, 1)  # 43 tokens
-BUDGET = 16
-# Every documented statistic and its value while empty.
-EMPTY: dict[Any, dict[str, float]] = {
-    StreamingLLMKVCache: {
-        "stream_kept_bytes": 0,
-        "full_seq_bytes": 0,
-        "streaming_ratio": 1.0,
-        "tokens_seen": 0,
-        "tokens_in_window": 0,
-        "tokens_kept": 0,
-    },
-    H2OKVCache: {
-        "h2o_kept_bytes": 0,
-        "full_seq_bytes": 0,
-        "compression_ratio": 1.0,
-        "tokens_seen": 0,
-        "tokens_kept": 0,
-    },
-    SnapKVKVCache: {
-        "evicted_key_bytes": 0,
-        "evicted_value_bytes": 0,
-        "full_key_bytes": 0,
-        "full_value_bytes": 0,
-        "tokens_kept": 0,
-        "tokens_total": 0,
-        "eviction_ratio": 1.0,
-        "keep_rate": 1.0,
-    },
-    KIVIKVCache: {
-        "compressed_key_bytes": 0,
-        "compressed_value_bytes": 0,
-        "fp16_key_bytes": 0,
-        "fp16_value_bytes": 0,
-        "residual_fp16_bytes": 0,
-        "assigned_avg_bits": 4.0,
-        "effective_compression_ratio": 1.0,
-    },
-    TurboQuantRVQKVCache: {"compressed_key_bytes": 0, "fp16_key_bytes": 0, "assigned_bits": 2},
-}
+DOCUMENTED = json.loads(Path(__file__).with_name("documented_classes.json").read_text())
+# Documented properties that every cache has.
+PROTOCOL = {"offset", "state", "nbytes", "merge"}
 
 classes = pytest.mark.parametrize("kind", CONFIGS, ids=lambda kind: kind.__name__)
-dtypes = pytest.mark.parametrize("dtype", ITEM, ids=str)
-
-
-def rows(n: int, dtype: mx.Dtype = mx.float16, batch: int = B, seed: int = 0) -> tuple[mx.array, mx.array]:
-    """Keys and values of `n` tokens."""
-    one, other = mx.random.split(mx.random.key(seed))
-    keys = mx.random.normal((batch, H, n, D), key=one).astype(dtype)
-    return keys, mx.random.normal((batch, H, n, DV), key=other).astype(dtype)
-
-
-def feed(cache: TransformKVCache, calls: tuple[int, ...] = CALLS, dtype: mx.Dtype = mx.float16, batch: int = B):
-    """The cache after calls of these lengths."""
-    for i, n in enumerate(calls):
-        mx.eval(cache.update_and_fetch(*rows(n, dtype, batch, i)))
-    return cache
-
-
-def statistics(cache: Any) -> dict[str, float]:
-    return {name: getattr(cache, name) for name in EMPTY[type(cache)]}
-
-
-def leaves_equal(one: TransformKVCache, other: TransformKVCache) -> bool:
-    first, second = one.state, other.state
-    return len(first) == len(second) and all(bool(mx.array_equal(x, y)) for x, y in zip(first, second, strict=True))
 
 
 def test_every_class_is_here():
     assert set(CLASSES.values()) == set(CONFIGS) == set(EMPTY)
     assert {kind.method: kind for kind in CONFIGS} == CLASSES
+    for kind in CONFIGS:
+        assert getattr(vq_adapters, kind.__name__) is kind
+        assert kind.__name__ in vq_adapters.__all__
+
+
+def signature(member: Any, bound: bool) -> str:
+    """Parameters and defaults as the documentation writes them, without types."""
+    parameters = list(inspect.signature(member).parameters.values())[1 if bound else 0 :]
+    plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
+    return str(inspect.Signature(plain))
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+class TestDocumented:
+    def test_constructor(self, name):
+        wanted = DOCUMENTED[name]["signature"]
+        if wanted is not None:
+            assert signature(getattr(vq_adapters, name), bound=False) == wanted
+
+    def test_methods(self, name):
+        kind = getattr(vq_adapters, name)
+        for text in DOCUMENTED[name]["methods"]:
+            member, _, parameters = text.removeprefix("static ").partition("(")
+            static = text.startswith("static ")
+            assert isinstance(inspect.getattr_static(kind, member), staticmethod) == static
+            assert signature(getattr(kind, member), bound=not static) == f"({parameters}"
+
+    def test_properties(self, name):
+        kind, wanted = getattr(vq_adapters, name), set(DOCUMENTED[name]["properties"])
+        for member in wanted - {"merge"}:
+            assert isinstance(inspect.getattr_static(kind, member), property), member
+            assert getattr(kind, member).__doc__
+        if kind in EMPTY:
+            assert set(EMPTY[kind]) == wanted - PROTOCOL
+
+    def test_caches_of_a_model_join_in_batches(self, name):
+        """Where the documentation has a property that raises."""
+        kind = getattr(vq_adapters, name)
+        if issubclass(kind, TransformKVCache):
+            assert inspect.ismethod(kind.merge)
+        else:
+            assert not hasattr(kind, "merge")
+            assert "merge" not in DOCUMENTED[name]["properties"]
+
+
+def test_names_of_the_same():
+    assert vq_adapters.L2NormKVCache is vq_adapters.KNormKVCache
+    assert issubclass(vq_adapters.TurboQuantKVCache, KVCache)
 
 
 @classes
@@ -119,116 +82,41 @@ class TestStatistics:
         for name, value in EMPTY[kind].items():
             assert type(getattr(cache, name)) is type(value), name
 
-    def test_reading_them_changes_nothing(self, kind):
+    @pytest.mark.parametrize("n", [1, 30])
+    def test_reading_them_changes_nothing(self, kind, n):
         cache, other = kind(CONFIGS[kind]), kind(CONFIGS[kind])
-        queries = mx.random.normal((B, 2 * H, 30, D), key=mx.random.key(9)).astype(mx.float16)
-        feed(cache, (10,))
-        keys, values = cache.update_and_fetch(*rows(30, seed=1))
+        queries = mx.random.normal((B, 2 * H, n, D), key=mx.random.key(9)).astype(mx.float16)
+        feed(cache, (20,))
+        keys, values = cache.update_and_fetch(*rows(n, seed=1))
         before = statistics(cache)
-        cache.attend(queries, keys, values, D**-0.5, "causal")
-        feed(other, (10,))
-        keys, values = other.update_and_fetch(*rows(30, seed=1))
-        other.attend(queries, keys, values, D**-0.5, "causal")
+        cache.attend(queries, keys, values, D**-0.5, "causal" if n > 1 else None)
+        feed(other, (20,))
+        keys, values = other.update_and_fetch(*rows(n, seed=1))
+        other.attend(queries, keys, values, D**-0.5, "causal" if n > 1 else None)
         assert leaves_equal(cache, other)
         assert before == statistics(cache) == statistics(other)
+
+    def test_reading_them_evaluates_nothing(self, kind):
+        """Nothing has a value while a function is traced, so that whoever asks for one gets an error."""
+        cache, read = kind(CONFIGS[kind]), []
+
+        def traced(keys, values, key, value):
+            cache.update_and_fetch(keys, values)
+            read.append(statistics(cache))
+            returned = cache.update_and_fetch(key, value)
+            read.append(statistics(cache))
+            return tuple(mx.array(x) for x in returned)
+
+        mx.compile(traced)(*rows(30), *rows(1, seed=1))
+        other = feed(kind(CONFIGS[kind]), (30,))
+        assert read[0] == statistics(other)
+        other.update_and_fetch(*rows(1, seed=1))
+        assert read[1] == statistics(other)
 
     def test_no_name_that_mlx_lm_reads_as_its_own_quantization(self, kind):
         cache = feed(kind(CONFIGS[kind]), (5,))
         assert not hasattr(cache, "bits")
         assert not hasattr(cache, "group_size")
-
-
-@dtypes
-class TestNumbers:
-    """Bytes by hand: H heads, 43 tokens seen, 16 rows kept (snapkv: 16 of the prompt and 3 single ones)."""
-
-    def test_streaming_llm(self, dtype):
-        cache = feed(StreamingLLMKVCache(CONFIGS[StreamingLLMKVCache]), dtype=dtype)
-        full, kept = (B * H * n * (D + DV) * ITEM[dtype] for n in (43, BUDGET))
-        assert statistics(cache) == {
-            "stream_kept_bytes": kept,
-            "full_seq_bytes": full,
-            "streaming_ratio": 43 / 16,
-            "tokens_seen": B * H * 43,
-            "tokens_in_window": 16,
-            "tokens_kept": 16,
-        }
-
-    def test_h2o(self, dtype):
-        cache = feed(H2OKVCache(CONFIGS[H2OKVCache]), dtype=dtype)
-        full, kept = (B * H * n * (D + DV) * ITEM[dtype] for n in (43, BUDGET))
-        assert statistics(cache) == {
-            "h2o_kept_bytes": kept,
-            "full_seq_bytes": full,
-            "compression_ratio": 43 / 16,
-            "tokens_seen": B * H * 43,
-            "tokens_kept": 16,
-        }
-
-    def test_snapkv(self, dtype):
-        cache = feed(SnapKVKVCache(CONFIGS[SnapKVKVCache]), dtype=dtype)
-        item = B * H * ITEM[dtype]
-        assert statistics(cache) == {
-            "evicted_key_bytes": item * 19 * D,
-            "evicted_value_bytes": item * 19 * DV,
-            "full_key_bytes": item * 43 * D,
-            "full_value_bytes": item * 43 * DV,
-            "tokens_kept": B * H * 19,
-            "tokens_total": B * H * 43,
-            "eviction_ratio": 43 / 19,
-            "keep_rate": 19 / 43,
-        }
-
-    def test_kivi(self, dtype):
-        """32 of 43 tokens are in groups of 32; a group has a scale and a zero in the dtype of what came."""
-        cache = feed(KIVIKVCache(CONFIGS[KIVIKVCache]), dtype=dtype)
-        item = ITEM[dtype]
-        keys = B * H * D * (32 * 4 // 8 + 2 * item)
-        values = B * H * 32 * (DV * 4 // 8 + 2 * item)
-        exact = B * H * 11 * (D + DV) * item
-        full_keys, full_values = (B * H * 43 * dim * item for dim in (D, DV))
-        assert statistics(cache) == {
-            "compressed_key_bytes": keys,
-            "compressed_value_bytes": values,
-            "fp16_key_bytes": full_keys,
-            "fp16_value_bytes": full_values,
-            "residual_fp16_bytes": exact,
-            "assigned_avg_bits": 4.0,
-            "effective_compression_ratio": (full_keys + full_values) / (keys + values + exact),
-        }
-
-    def test_turboquant_rvq(self, dtype):
-        cache = feed(TurboQuantRVQKVCache(CONFIGS[TurboQuantRVQKVCache]), dtype=dtype)
-        assert statistics(cache) == {
-            "compressed_key_bytes": B * H * 43 * (2 * D * 2 // 8 + 2),
-            "fp16_key_bytes": B * H * 43 * D * ITEM[dtype],
-            "assigned_bits": 2,
-        }
-
-
-def test_storage_dtype_counts_as_stored():
-    config = KVCacheConfig(method="h2o", dtype=mx.float16, options=CONFIGS[H2OKVCache].options)
-    cache = feed(H2OKVCache(config), dtype=mx.float32)
-    assert cache.h2o_kept_bytes == B * H * BUDGET * (D + DV) * 2
-    assert cache.compression_ratio == 2 * 43 / BUDGET
-
-
-def test_rvq_in_a_window():
-    cache = feed(TurboQuantRVQKVCache(KVCacheConfig(method="turboquant_rvq", sliding_window=8)))
-    assert cache.compressed_key_bytes == B * H * 8 * (2 * D * 2 // 8 + 2)
-    assert cache.fp16_key_bytes == B * H * 43 * D * 2
-    assert cache.assigned_bits == 2
-
-
-@pytest.mark.parametrize(("n", "coded"), [(3, 32), (20, 0)])
-def test_statistics_follow_trim(n, coded):
-    cache = feed(KIVIKVCache(CONFIGS[KIVIKVCache]))
-    assert cache.trim(n) == n
-    assert cache.fp16_key_bytes == B * H * (43 - n) * D * 2
-    assert cache.residual_fp16_bytes == B * H * (43 - n - coded) * (D + DV) * 2
-    other = feed(TurboQuantRVQKVCache(CONFIGS[TurboQuantRVQKVCache]))
-    other.trim(n)
-    assert other.compressed_key_bytes == B * H * (43 - n) * (2 * D * 2 // 8 + 2)
 
 
 @classes

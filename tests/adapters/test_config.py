@@ -16,7 +16,7 @@ import pytest
 import vq_adapters
 import vq_functional as vq
 from vq_adapters import KVCacheConfig, QuantizerConfigError, TransformKVCache
-from vq_adapters.config import NO_EFFECT, SPEED_FIELDS
+from vq_adapters.config import NO_EFFECT, SPEED_FIELDS, Layer
 from vq_adapters.documented import CONFIG_FIELDS, METHOD_NAMES, UNBUILT, fields_of, options_of
 from vq_adapters.names import ORDER, SHARED, field_of
 from vq_adapters.options import OPTIONS, options_fields
@@ -45,6 +45,70 @@ OTHER: dict[str, dict[str, Any]] = {
         "snap_dtype": "float16",
         "snap_batched_scoring": False,
         "snap_backend": "reference",
+    },
+    "tova": {"tova_budget": 64, "tova_n_sink": 3, "tova_backend": "mlx"},
+    "pyramidkv": {
+        "pyramid_budget": 64,
+        "pyramid_backend": "mlx",
+        "pyramid_n_sink": 3,
+        "pyramid_beta": 3.0,
+        "pyramid_resolved_budget": 48,
+    },
+    "squeeze": {"squeeze_budget": 64, "squeeze_n_sink": 3, "squeeze_strength": 0.5, "squeeze_resolved_budget": 48},
+    "chunkkv": {
+        "chunkkv_budget": 64,
+        "chunkkv_chunk_size": 5,
+        "chunkkv_n_sink": 3,
+        "chunkkv_score": "key_norm",
+        "chunkkv_reuse_layers": 2,
+    },
+    "cam": {
+        "cam_budget": 64,
+        "cam_n_sink": 3,
+        "cam_merge": "mean",
+        "cam_merge_keys": True,
+        "cam_merge_gate": False,
+        "seed": 5,
+    },
+    "knorm": {"knorm_budget": 64, "knorm_n_sink": 3, "knorm_recent": 5, "knorm_keep": "high"},
+    "qfilters": {
+        "qfilters_budget": 64,
+        "qfilters_n_sink": 3,
+        "qfilters_recent": 5,
+        "qfilters_calib_tokens": 32,
+        "qfilters_sign": -1,
+        "qfilters_min_retention": 0.5,
+        "qfilters_on_low_retention": "ignore",
+    },
+    "keyformer": {
+        "keyformer_budget": 64,
+        "keyformer_n_sink": 3,
+        "keyformer_recent": 5,
+        "keyformer_tau": 0.5,
+        "keyformer_tau_init": 2.0,
+        "keyformer_tau_end": 3.0,
+        "keyformer_anneal_steps": 100,
+        "keyformer_rope_base": 1e6,
+        "keyformer_seed": 5,
+    },
+    "morphkv": {"morphkv_budget": 64, "morphkv_n_sink": 3, "morphkv_window": 5},
+    "kvzip": {"kvzip_budget": 64, "kvzip_n_sink": 3, "kvzip_probe": "latest"},
+    "curdkv": {"curdkv_budget": 64, "curdkv_n_sink": 3, "curdkv_rank_cap": 5, "curdkv_rope_base": 1e6},
+    "nestedkv": {
+        "nestedkv_budget": 64,
+        "nestedkv_n_sink": 3,
+        "nestedkv_window": 5,
+        "nestedkv_beta": 2.0,
+        "nestedkv_tau": 0.5,
+        "nestedkv_kappa": 5.0,
+        "nestedkv_safeguard_alpha": 0.5,
+    },
+    "rocketkv": {
+        "rocketkv_compression_ratio": 4.0,
+        "rocketkv_page_size": 3,
+        "rocketkv_head_topk1": 5,
+        "rocketkv_obs_window": 7,
+        "rocketkv_n_sink": 3,
     },
     "kivi": {"bit_width_inlier": 4, "kivi_group_size": 64, "residual_length": 96},
     "turboquant_mse": {"bit_width_inlier": 3, "seed": 5},
@@ -363,23 +427,42 @@ class TestTransform:
         with pytest.raises(QuantizerConfigError, match=f"{method}: `method` is documented but not built"):
             config.transform()
 
-    @pytest.mark.parametrize("method", ["turboquant_mse", "turboquant_rvq", "qjl"])
+    @pytest.mark.parametrize("method", ["turboquant_mse", "turboquant_rvq", "qjl", "cam"])
     def test_layers_have_their_own_seed(self, method):
+        """By their number among all layers of the model."""
         config = quiet(method=method, seed=7)
-        assert config.transform(3) == METHODS[method].build(seed=10)
-        assert config.transform(3) == config.for_layer(3).transform()
+        assert config.for_layer(Layer(index=1, number=3)).transform() == METHODS[method].build(seed=10)
         assert config.seed == 7
 
     @pytest.mark.parametrize("method", ["h2o", "kivi", "snapkv", "streaming_llm"])
     def test_layers_without_a_seed_are_alike(self, method):
-        assert quiet(method=method).transform(3) == quiet(method=method).transform(0)
+        config = quiet(method=method)
+        assert config.for_layer(Layer(index=1, count=2, number=3)).transform() == config.transform()
+
+    def test_layers_know_their_place(self):
+        pyramid, chunks = quiet(method="pyramidkv"), configured(method="chunkkv", chunkkv_reuse_layers=2)
+        for index in range(3):
+            layer = Layer(index=index, count=3, number=9)
+            assert pyramid.for_layer(layer).transform() == vq.pyramidkv(layer=index, layers=3)
+            assert chunks.for_layer(layer).transform() == vq.chunkkv(reuse_layers=2, layer=index)
+        assert pyramid.transform() == vq.pyramidkv()
+
+    def test_head_size_of_a_layer(self):
+        config = quiet(method="kivi", head_dim=64)
+        assert config.for_layer(Layer()).head_dim == 64
+        spec = vq.KVSpec(kv_heads=2, key_dim=32, value_dim=32)
+        assert config.for_layer(Layer(spec=spec)).head_dim == 32
+        assert config.head_dim == 64
 
     @pytest.mark.parametrize("bits", [[2, 4], (2, 4)])
     def test_a_list_of_bits_is_for_layers(self, bits):
         config = quiet(method="kivi", bit_width_inlier=bits)
         with pytest.raises(QuantizerConfigError, match=r"kivi: `bit_width_inlier`.*for_model"):
             config.transform()
-        assert config.for_layer(0, bits=4).transform() == vq.kivi(bits=4)
+        layers = [config.for_layer(Layer(index=index, count=2)).transform() for index in range(2)]
+        assert layers == [vq.kivi(bits=2), vq.kivi(bits=4)]
+        with pytest.raises(QuantizerConfigError, match=r"`bit_width_inlier` must have one entry for each of the 3"):
+            config.for_layer(Layer(count=3))
 
     @pytest.mark.parametrize("method", ["turboquant_mse", "turboquant_rvq", "qjl"])
     def test_sliding_window(self, method):

@@ -60,6 +60,11 @@ def options(draw: st.DrawFn) -> dict[str, Any]:
     return {"budget": budget, "n_sink": n_sink, "recent": recent, "decay": draw(st.sampled_from([1.0, 0.98, 0.7]))}
 
 
+def voting(**chosen: Any) -> Any:
+    """The paper's selection under this layer's budget."""
+    return pyramidkv(**chosen, scorer="snapkv")
+
+
 # The schedule
 
 
@@ -286,13 +291,8 @@ def test_votes_of_a_window_are_snapkv(
     total = sum(pattern)
     chosen = {"budget": n_sink + obs_window + free, "n_sink": n_sink, "obs_window": obs_window}
     stream = make_stream(seed, total, batch=2, group=group)
-    states = [feed(x(**chosen), stream, pattern, capacity=total) for x in (snapkv, VOTING)]
+    states = [feed(x(**chosen), stream, pattern, capacity=total) for x in (snapkv, voting)]
     assert same(*states)
-
-
-def VOTING(**chosen: Any) -> Any:
-    """The paper's selection under this layer's budget."""
-    return pyramidkv(**chosen, scorer="snapkv")
 
 
 @KINDS
@@ -300,7 +300,7 @@ def test_votes_under_a_schedule(group: int | None) -> None:
     stream, calls = make_stream(3, 90, group=group), plain_calls([60, 1, 1, 28], 1)
     schedule = pyramid_budgets(4, 30, 1.8, least=3)
     for layer, budget in enumerate(schedule):
-        transform = VOTING(budget=30, n_sink=2, obs_window=4, beta=1.8, layer=layer, layers=4)
+        transform = voting(budget=30, n_sink=2, obs_window=4, beta=1.8, layer=layer, layers=4)
         told, margin = expect(lambda budget=budget: SnapKVHead(budget, 4, 2), stream, calls)
         assert margin > NEAR_TIE
         compare(transform, told, stream, calls, capacity=90)
@@ -358,6 +358,9 @@ def test_a_key_that_is_no_number_stays_in_its_batch_row(group: int | None, bad: 
         ({"resolved_budget": 0}, "budget"),
         ({"resolved_budget": 4}, "budget"),
         ({"resolved_budget": 8.0}, "resolved_budget"),
+        ({"resolved_budget": 0.25}, "resolved_budget"),
+        ({"resolved_budget": "64"}, "resolved_budget"),
+        ({"n_sink": "4"}, "n_sink"),
         ({"n_sink": -1}, "n_sink"),
         ({"n_sink": None}, "n_sink"),
         ({"beta": 0.5}, "beta"),

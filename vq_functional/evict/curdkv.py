@@ -25,7 +25,7 @@ from vq_functional.ops.rows import pick, put, read_rows, token_order
 from vq_functional.ops.vectors import TINY
 
 WINDOW = 16  # positions within which norms are compared
-SHIFT = 0.001  # of the sum of all eigenvalues
+SHIFT = 0.0003  # of the sum of all eigenvalues
 FLAT = 1e-6  # squared length that rounding alone can leave of a unit vector
 
 
@@ -116,8 +116,12 @@ class CurDKVPolicy(Policy):
         before, new = known & (scene.position < token), known & (scene.position == token)
         visible = mx.stack([before, before | new], axis=2)
         attention = scene.attention(mx.repeat(query, 2, axis=2), visible).mean(axis=2)
-        without, among = mx.split(leverage(attention, values, self.rank_cap), 2, axis=2)
-        total = mx.where(new, among[:, :, 0], memory.total + without[:, :, 0])
+        without, among = attention[:, :, 0], attention[:, :, 1]
+        if self.rank_cap < min(values.shape[2:]):
+            output = mx.where(new, among, without)[..., None] * values
+            values = values @ leading(output, self.rank_cap).swapaxes(-1, -2)
+        energy = mx.square(values).sum(axis=-1)
+        total = mx.where(new, _shares(among, energy), memory.total + _shares(without, energy))
         return Shares(total, mx.where(new, 1.0, memory.count + before))
 
 
@@ -128,20 +132,14 @@ class AppendingPolicy(CurDKVPolicy):
     prompt_only = True
 
 
-def leverage(attention: mx.array, values: mx.array, rank: int) -> mx.array:
-    """Shares float32 [B, H, M, T] of the rows of W = diag(attention) values in the `rank` leading directions.
-
-    `attention` float32 [B, H, M, T], whose last one the directions are taken
-    from; `values` float32 [B, H, T, D]. Shares add up to 1, or are all 0 where W is.
-    """
-    if rank < min(values.shape[2:]):
-        values = values @ _leading(attention[:, :, -1, :, None] * values, rank).swapaxes(-1, -2)
-    energy = mx.square(attention) * mx.square(values).sum(axis=-1)[:, :, None]
-    shares = energy / mx.maximum(energy.sum(axis=-1, keepdims=True), TINY)
+def _shares(attention: mx.array, energy: mx.array) -> mx.array:
+    """a^2 |v|^2 float32 [B, H, T] as shares of the whole; 0 where there is nothing to share."""
+    parts = mx.square(attention) * energy
+    shares = parts / mx.maximum(parts.sum(axis=-1, keepdims=True), TINY)
     return mx.where(mx.isfinite(shares), shares, 0.0)
 
 
-def _leading(x: mx.array, rank: int) -> mx.array:
+def leading(x: mx.array, rank: int) -> mx.array:
     """Orthonormal [B, H, rank, D]: nearly the leading directions of the rows of `x`.
 
     One step of subspace iteration from the `rank` largest rows, as they come by size.

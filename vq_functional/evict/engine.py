@@ -114,10 +114,11 @@ class Evicting(Transform):
 
     def compact(self, state: SlotState, limit: mx.array, most: int) -> SlotState:
         """The rows that memory ranks highest, `limit` int32 [B] of them and at most `most`."""
+        state = attrs.evolve(state, limit=limit)
         nobody = mx.zeros((*state.position.shape[:2], 0, state.layout.key_dim), state.layout.dtype)
         scene = self._scene(state, nobody, None, False)
         priority = self._guarded(self.policy.rank(state.memory, scene), scene)
-        return self._gather(attrs.evolve(state, limit=limit), scene, priority, limit, most + 1)
+        return self._gather(state, scene, priority, limit, most + 1)
 
     def parts(self, held: SlotState, fill: Fill | None = None) -> tuple[Parts, Parts]:
         return self.store.as_parts(held.layout, held.rows if fill is None else live_rows(held, fill.rows))
@@ -226,7 +227,7 @@ class Evicting(Transform):
     ) -> tuple[SlotState, Any]:
         """Settle `stride` standing-in keys after the other: each sees only rows that the earlier ones left."""
         counts = mx.full(held.offset.shape, held.new, mx.int32) if lengths is None else lengths
-        tokens = mx.minimum(counts, held.offset)
+        tokens = mx.clip(held.offset, 0, counts)
         new, keys = self._without_left_padding(held, keys, counts - tokens)
         state = attrs.evolve(columns(held, 0, held.slots - held.new), offset=held.offset - tokens)
         told: list[mx.array] = []
@@ -277,9 +278,9 @@ class Evicting(Transform):
         width, live = min(slots, held.slots), priority > -mx.inf
         index = top_rows(priority, limit, width, self.policy.latest)
         stays = mx.arange(width) < mx.minimum(live.sum(axis=-1, keepdims=True), limit[:, None, None])
-        narrow, surplus = picked(held, index), held.slots - self.policy.limit(0)
-        if self.policy.folds and surplus > 0:
+        narrow = picked(held, index)
+        if self.policy.folds and held.slots > 1:
             kept = mx.put_along_axis(mx.zeros(live.shape, mx.bool_), index, stays, axis=-1)
-            lost = Picked(*chosen(live & ~kept, surplus))
+            lost = Picked(*chosen(live & ~kept, held.slots - 1))
             narrow = fold(self.policy, self.store, narrow, held, scene, Picked(index, stays), lost)
         return resized(only(stays, narrow), slots)

@@ -67,10 +67,15 @@ class Filters:
 
 @attrs.frozen
 class QFiltersPolicy(Policy):
-    """Priority is the projection of a key on its head's direction; nothing is remembered of a row."""
+    """Priority is the projection of a key on its head's direction; nothing is remembered of a row.
+
+    `min_retention` and `on_low_retention` are read by caches and change no row.
+    """
 
     calib_tokens: int = 128
     sign: int = 1
+    min_retention: float | None = None
+    on_low_retention: str = "ignore"
     name = "qfilters"
 
     def init_carry(self, spec: KVSpec) -> Filters:
@@ -189,7 +194,8 @@ def with_direction(state: SlotState, direction: mx.array, sign: int = 1) -> Slot
 def qfilters_policy(**options: Any) -> QFiltersPolicy:
     """Rows stay whose keys point along their head's filter; options as in QFiltersOptions."""
     o = QFiltersOptions(**options)
-    return QFiltersPolicy(o.budget, o.n_sink, o.recent, o.protect, o.calib_tokens, o.sign)
+    retention = (o.min_retention, o.on_low_retention)
+    return QFiltersPolicy(o.budget, o.n_sink, o.recent, o.protect, o.calib_tokens, o.sign, *retention)
 
 
 def qfilters(**options: Any) -> Transform:

@@ -23,7 +23,8 @@ def logits(parts: Parts, queries: mx.array, scale: float) -> mx.array:
     grouped = _by_kv_head(queries, _kv_heads(parts))
     batch, heads, group, n, dim = grouped.shape
     flat = (grouped.astype(mx.float32) * scale).reshape(batch, heads, group * n, dim)
-    return _joined([part.dot(flat) for part in parts], axis=-1).reshape(batch, heads, group, n, -1)
+    scores = _joined([part.dot(flat) for part in parts], axis=-1)
+    return scores.reshape(batch, heads, group, n, scores.shape[-1])
 
 
 def probabilities(parts: Parts, queries: mx.array, scale: float, visible: mx.array) -> mx.array:

@@ -30,8 +30,14 @@ def read_rows(buffer: mx.array, start: mx.array, count: int, axis: int = 2) -> m
 
 
 def pick(x: mx.array, index: mx.array) -> mx.array:
-    """Rows `index` int [B, H, K] of `x` [B, H, C, ...]."""
-    return mx.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 3)), axis=2)
+    """Rows `index` int [B, H, K] of `x` [B, H, C, ...]; one axis of `index` may be 1 where that of `x` is more."""
+    batch, heads, count, *width = x.shape
+    if not width:
+        return mx.take_along_axis(x, index, axis=2)
+    # Whole rows of a flat array: several times faster than numbers along an axis.
+    first = (mx.arange(batch * heads) * count).reshape(batch, heads, 1)
+    flat = x.reshape(batch * heads * count, *width)
+    return mx.take(flat, index + first, axis=0)
 
 
 def put(x: mx.array, index: mx.array, rows: mx.array) -> mx.array:

@@ -1,0 +1,164 @@
+"""One small configuration of each documented class, what its statistics are called, and how it is fed."""
+
+from typing import Any
+
+import mlx.core as mx
+
+from vq_adapters import (
+    CaMKVCache,
+    CaMOptions,
+    ChunkKVCache,
+    ChunkKVOptions,
+    CurDKVCache,
+    CurDKVOptions,
+    H2OKVCache,
+    H2OOptions,
+    KeyformerKVCache,
+    KeyformerOptions,
+    KIVIKVCache,
+    KIVIOptions,
+    KNormKVCache,
+    KVCacheConfig,
+    KVzipCache,
+    KVzipOptions,
+    L2NormOptions,
+    MorphKVCache,
+    MorphKVOptions,
+    NestedKVCache,
+    NestedKVOptions,
+    PyramidKVCache,
+    PyramidKVOptions,
+    QFiltersKVCache,
+    QFiltersOptions,
+    RocketKVKVCache,
+    RocketKVOptions,
+    SnapKVKVCache,
+    SnapKVOptions,
+    SqueezeAttentionCache,
+    SqueezeAttentionOptions,
+    StreamingLLMKVCache,
+    StreamingLLMOptions,
+    TOVAKVCache,
+    TOVAOptions,
+    TransformKVCache,
+    TurboQuantRVQKVCache,
+)
+
+B, H, D, DV = 2, 2, 64, 32
+CALLS = (10, 30, 1, 1, 1)  # 43 tokens
+
+# The options of each class; most keep 16 rows, two of them sinks.
+OPTIONS: dict[Any, Any] = {
+    StreamingLLMKVCache: StreamingLLMOptions(stream_n_sink=2, stream_window_size=14),
+    H2OKVCache: H2OOptions(h2o_budget=16, h2o_n_sink=2, h2o_grace=4),
+    SnapKVKVCache: SnapKVOptions(snap_budget=16, snap_n_sink=2, snap_obs_window=6),
+    TOVAKVCache: TOVAOptions(tova_budget=16, tova_n_sink=2),
+    PyramidKVCache: PyramidKVOptions(pyramid_budget=16, pyramid_n_sink=2),
+    SqueezeAttentionCache: SqueezeAttentionOptions(squeeze_budget=16, squeeze_n_sink=2),
+    ChunkKVCache: ChunkKVOptions(chunkkv_budget=16, chunkkv_n_sink=2, chunkkv_chunk_size=4),
+    CaMKVCache: CaMOptions(cam_budget=16, cam_n_sink=2),
+    KNormKVCache: L2NormOptions(knorm_budget=16, knorm_n_sink=2),
+    QFiltersKVCache: QFiltersOptions(
+        qfilters_budget=16, qfilters_n_sink=2, qfilters_calib_tokens=8, qfilters_on_low_retention="ignore"
+    ),
+    KeyformerKVCache: KeyformerOptions(keyformer_budget=16, keyformer_n_sink=2),
+    MorphKVCache: MorphKVOptions(morphkv_budget=16, morphkv_n_sink=2, morphkv_window=4),
+    KVzipCache: KVzipOptions(kvzip_budget=16, kvzip_n_sink=2),
+    CurDKVCache: CurDKVOptions(curdkv_budget=16, curdkv_n_sink=2, curdkv_rank_cap=4),
+    NestedKVCache: NestedKVOptions(nestedkv_budget=16, nestedkv_n_sink=2, nestedkv_window=8),
+    RocketKVKVCache: RocketKVOptions(rocketkv_compression_ratio=4.0, rocketkv_n_sink=2, rocketkv_obs_window=6),
+    KIVIKVCache: KIVIOptions(kivi_group_size=32, residual_length=8),
+    TurboQuantRVQKVCache: None,
+}
+_BITS = {KIVIKVCache: 4, TurboQuantRVQKVCache: 2}
+CONFIGS: dict[Any, KVCacheConfig] = {
+    kind: KVCacheConfig(method=kind.method, bit_width_inlier=_BITS.get(kind, 2), options=options)
+    for kind, options in OPTIONS.items()
+}
+
+
+def _budget(name: str, **more: Any) -> dict[str, Any]:
+    """Statistics that most evicting classes have."""
+    common = {"full_seq_bytes": 0, "compression_ratio": 1.0, "tokens_seen": 0, "tokens_kept": 0}
+    return {f"{name}_kept_bytes": 0, **common, **more}
+
+
+# Every statistic and its value while empty.
+EMPTY: dict[Any, dict[str, Any]] = {
+    StreamingLLMKVCache: {
+        "stream_kept_bytes": 0,
+        "full_seq_bytes": 0,
+        "streaming_ratio": 1.0,
+        "tokens_seen": 0,
+        "tokens_in_window": 0,
+        "tokens_kept": 0,
+    },
+    H2OKVCache: _budget("h2o"),
+    SnapKVKVCache: {
+        "evicted_key_bytes": 0,
+        "evicted_value_bytes": 0,
+        "full_key_bytes": 0,
+        "full_value_bytes": 0,
+        "tokens_kept": 0,
+        "tokens_total": 0,
+        "eviction_ratio": 1.0,
+        "keep_rate": 1.0,
+    },
+    TOVAKVCache: _budget("tova"),
+    PyramidKVCache: _budget("pyramid", layer_budget=16),
+    SqueezeAttentionCache: _budget("squeeze", layer_budget=16, concentration=0.0),
+    ChunkKVCache: _budget("chunkkv", layer_budget=16, chunk_size=4, is_index_reuse_leader=True),
+    CaMKVCache: _budget("cam", layer_budget=16, merge_mode="sim_weighted", merge_gate=True),
+    KNormKVCache: _budget("knorm"),
+    QFiltersKVCache: _budget("qfilters"),
+    KeyformerKVCache: _budget("keyformer"),
+    MorphKVCache: _budget("morphkv"),
+    KVzipCache: _budget("kvzip"),
+    CurDKVCache: _budget("curdkv"),
+    NestedKVCache: _budget("nestedkv"),
+    RocketKVKVCache: {
+        "stage1_bytes": 0,
+        "stage2_aux_bytes": 0,
+        "full_fp16_bytes_total": 0,
+        "compression_ratio": 1.0,
+        "tokens_kept": 0,
+        "tokens_total": 0,
+        "keep_rate": 1.0,
+        "stage1_ratio": 4**0.32,
+        "page_size": 2,
+        "head_topk1": 0,
+    },
+    KIVIKVCache: {
+        "compressed_key_bytes": 0,
+        "compressed_value_bytes": 0,
+        "fp16_key_bytes": 0,
+        "fp16_value_bytes": 0,
+        "residual_fp16_bytes": 0,
+        "assigned_avg_bits": 4.0,
+        "effective_compression_ratio": 1.0,
+    },
+    TurboQuantRVQKVCache: {"compressed_key_bytes": 0, "fp16_key_bytes": 0, "assigned_bits": 2},
+}
+
+
+def rows(n: int, dtype: mx.Dtype = mx.float16, batch: int = B, seed: int = 0) -> tuple[mx.array, mx.array]:
+    """Keys and values of `n` tokens."""
+    one, other = mx.random.split(mx.random.key(seed))
+    keys = mx.random.normal((batch, H, n, D), key=one).astype(dtype)
+    return keys, mx.random.normal((batch, H, n, DV), key=other).astype(dtype)
+
+
+def feed(cache: Any, calls: tuple[int, ...] = CALLS, dtype: mx.Dtype = mx.float16, batch: int = B) -> Any:
+    """The cache after calls of these lengths."""
+    for i, n in enumerate(calls):
+        mx.eval(cache.update_and_fetch(*rows(n, dtype, batch, i)))
+    return cache
+
+
+def statistics(cache: Any) -> dict[str, Any]:
+    return {name: getattr(cache, name) for name in EMPTY[type(cache)]}
+
+
+def leaves_equal(one: TransformKVCache, other: TransformKVCache) -> bool:
+    first, second = one.state, other.state
+    return len(first) == len(second) and all(bool(mx.array_equal(x, y)) for x, y in zip(first, second, strict=True))
