@@ -6,8 +6,6 @@ from vq_adapters.cache import TransformKVCache
 from vq_adapters.coded_classes import KIVIKVCache, TurboQuantRVQKVCache
 from vq_adapters.config import KVCacheConfig
 from vq_adapters.evicting_classes import (
-    CaMKVCache,
-    ChunkKVCache,
     CurDKVCache,
     H2OKVCache,
     KeyformerKVCache,
@@ -16,11 +14,7 @@ from vq_adapters.evicting_classes import (
     L2NormKVCache,
     MorphKVCache,
     NestedKVCache,
-    PyramidKVCache,
     QFiltersKVCache,
-    RocketKVKVCache,
-    SnapKVKVCache,
-    SqueezeAttentionCache,
     StreamingLLMKVCache,
     TOVAKVCache,
 )
@@ -28,6 +22,12 @@ from vq_adapters.files import load, save
 from vq_adapters.group import LayerGroup
 from vq_adapters.hook import attention_hook, install_attention
 from vq_adapters.kvzip import kvzip_prefill
+from vq_adapters.layered_classes import (
+    CaMKVCache,
+    ChunkKVCache,
+    PyramidKVCache,
+    SqueezeAttentionCache,
+)
 from vq_adapters.options import (
     A2ATSOptions,
     AdaKVOptions,
@@ -66,6 +66,10 @@ from vq_adapters.options import (
     XKVOptions,
     XQuantOptions,
     ZipCacheOptions,
+)
+from vq_adapters.prompt_classes import (
+    RocketKVKVCache,
+    SnapKVKVCache,
 )
 from vq_adapters.vectors import KVCache, QJLKVCache, SlidingWindowKVCache, TurboQuantKVCache
 from vq_functional.core.errors import QuantizerConfigError

@@ -2,8 +2,6 @@
 
 from vq_adapters.coded_classes import KIVIKVCache, TurboQuantRVQKVCache
 from vq_adapters.evicting_classes import (
-    CaMKVCache,
-    ChunkKVCache,
     CurDKVCache,
     H2OKVCache,
     KeyformerKVCache,
@@ -11,15 +9,21 @@ from vq_adapters.evicting_classes import (
     KVzipCache,
     MorphKVCache,
     NestedKVCache,
-    PyramidKVCache,
     QFiltersKVCache,
-    RocketKVKVCache,
-    SnapKVKVCache,
-    SqueezeAttentionCache,
     StreamingLLMKVCache,
     TOVAKVCache,
 )
+from vq_adapters.layered_classes import (
+    CaMKVCache,
+    ChunkKVCache,
+    PyramidKVCache,
+    SqueezeAttentionCache,
+)
 from vq_adapters.method_cache import MethodKVCache
+from vq_adapters.prompt_classes import (
+    RocketKVKVCache,
+    SnapKVKVCache,
+)
 
 _KINDS: tuple[type[MethodKVCache], ...] = (
     StreamingLLMKVCache,

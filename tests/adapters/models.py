@@ -106,7 +106,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "chunkkv": {"budget": 16, "n_sink": 2, "chunk_size": 4},
     "cam": {"budget": 16, "n_sink": 2, "recent": 4},
     "knorm": {"budget": 16, "n_sink": 2},
-    "qfilters": {"budget": 16, "n_sink": 2, "calib_tokens": 8},
+    "qfilters": {"budget": 16, "n_sink": 2, "calib_tokens": 8, "min_retention": None},
     "keyformer": {"budget": 16, "n_sink": 2},
     "morphkv": {"budget": 16, "n_sink": 2, "window": 4},
     "kvzip": {"budget": 16, "n_sink": 2},
@@ -141,6 +141,7 @@ WIDE: dict[str, dict[str, Any]] = {
     "qjl": {"jl_dim": 4096},
 }
 COMPOSED = "h2o over turboquant_mse"
+WINDOWED = "sliding_window over turboquant_mse"
 
 
 def _composed(bits: int, **options: Any) -> Transform:
@@ -148,15 +149,21 @@ def _composed(bits: int, **options: Any) -> Transform:
     return vq.chain(vq.h2o_policy(**options), store)
 
 
-# Every method with options so small that short prompts evict or pack, and one composition.
+def _windowed(bits: int, size: int) -> Transform:
+    return vq.sliding_window(window_size=size, key=vq.turboquant_mse_codec(bits=bits), value=vq.int8_codec())
+
+
+# Every method with options so small that short prompts evict or pack, one composition, and one window.
 TRANSFORMS: dict[str, Transform] = {
     **{row.name: row.build(**SMALL.get(row.name, {})) for row in TABLE},
     COMPOSED: _composed(3, **SMALL["h2o"]),
+    WINDOWED: _windowed(3, 16),
 }
 # The same with options so wide that next to nothing is lost.
 LOSSLESS: dict[str, Transform] = {
     **{row.name: row.build(**WIDE.get(row.name, {})) for row in TABLE},
     COMPOSED: _composed(6, **WIDE["h2o"]),
+    WINDOWED: _windowed(6, 512),
 }
 BY_QUERIES = {row.name for row in TABLE if "uses_queries" in row.traits} | {COMPOSED}
 TRIMMABLE = [name for name, transform in TRANSFORMS.items() if transform.trimmable]

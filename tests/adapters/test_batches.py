@@ -18,6 +18,7 @@ from vq_functional.core.transform import Transform
 PLAIN_ROWS = "rows"
 ALL = {**TRANSFORMS, PLAIN_ROWS: vq.rows()}
 HEADS, DIM = 2, 64
+FIELDS = ("queries", "keys", "values")
 
 
 class Answers:
@@ -282,6 +283,69 @@ def test_right_padding_over_several_chunks_leaves_no_trace(name: str) -> None:
     batch.finalize()
     assert batch.offset.tolist() == lengths
     same_steps(batch, singles, 12)
+
+
+# Options so small that a prompt of five tokens loses rows.
+TINY: dict[str, Transform] = {
+    "snapkv": vq.snapkv(budget=4, n_sink=1, obs_window=2),
+    "nestedkv": vq.nestedkv(budget=4, n_sink=1, window=2),
+    "h2o": vq.h2o(budget=4, n_sink=1, grace=1),
+}
+
+
+def rows_of(cache: TransformKVCache) -> list[mx.array]:
+    """Keys, values and positions of the rows that are held, in token order."""
+    position = cache.transform.ordered(cache._settled_state()).position[..., : cache.size()]
+    return [*cache.keys_and_values(), position]
+
+
+@pytest.mark.parametrize("attended", [False, True], ids=["arrays", "hooked"])
+@pytest.mark.parametrize("name", TINY)
+def test_a_last_chunk_of_one_token(name: str, attended: bool) -> None:
+    """Prompts of 8 and 5 tokens in calls of 7 and 1: the last one brings one prompt a token and the other padding."""
+    lengths, requests = [8, 5], [Request(seed) for seed in range(2)]
+    batch = TransformKVCache.merge([TransformKVCache(TINY[name]) for _ in lengths])
+    singles = [TransformKVCache(TINY[name]) for _ in lengths]
+    batch.prepare(lengths=lengths, right_padding=[0, 3])
+
+    def call(cache: TransformKVCache, among: Sequence[Request], start: int, n: int) -> None:
+        columns = ([getattr(one, field)[:, :, start : start + n] for one in among] for field in FIELDS)
+        queries, keys, values = (mx.concatenate(x) for x in columns)
+        mask = cache.make_mask(n)
+        returned = cache.update_and_fetch(keys, values)
+        if attended:
+            mx.eval(cache.attend(queries, *returned, DIM**-0.5, mask))
+
+    for start, n in ((0, 7), (7, 1)):
+        call(batch, requests, start, n)
+    batch.finalize()
+    for start, n in ((0, 7), (7, 1)):
+        call(singles[0], requests[:1], start, n)
+    call(singles[1], requests[1:], 0, 5)
+    assert batch.offset.tolist() == lengths
+    for row, single in enumerate(singles):
+        assert single.size() < lengths[row]
+        for got, want in zip(rows_of(batch.extract(row)), rows_of(single), strict=True):
+            assert mx.array_equal(got, want)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_right_padding_up_to_a_single_token(name: str) -> None:
+    """As above for every method, and what follows."""
+    lengths = [39, 33, 20]
+    singles = [Single(ALL[name], Request(seed)) for seed in range(3)]
+    requests = [single.request for single in singles]
+    batch = merged(singles)
+    batch.prepare(lengths=lengths, right_padding=[39 - length for length in lengths])
+    for start, n in ((0, 22), (22, 16), (38, 1)):
+        valid = [max(0, min(n, length - start)) for length in lengths]
+        together = step(batch, requests, n, valid)
+        for row, count in enumerate(valid):
+            if count:
+                assert mx.allclose(together[row, :, :count], singles[row].step(count)[0], atol=1e-4)
+    batch.finalize()
+    assert batch.offset.tolist() == lengths
+    same_steps(batch, singles, 8)
 
 
 @pytest.mark.parametrize("chunks", [(16,), (5, 5, 6), (1,) * 16], ids=str)

@@ -402,9 +402,7 @@ def test_norms_of_zero_tiny_and_large_keys(size: float) -> None:
 
 
 @given(seeds(), st.integers(1, 16), st.integers(0, 3), cuts(30), GROUPS)
-def test_chunks_of_one_token_are_h2o(
-    seed: int, free: int, n_sink: int, pattern: list[int], group: int | None
-) -> None:
+def test_chunks_of_one_token_are_h2o(seed: int, free: int, n_sink: int, pattern: list[int], group: int | None) -> None:
     stream = make_stream(seed, sum(pattern), batch=2, group=group)
     one = chunkkv(budget=n_sink + free, chunk_size=1, n_sink=n_sink, pin_chunks=0)
     other = h2o(budget=n_sink + free, n_sink=n_sink, grace=0, decay=1.0)

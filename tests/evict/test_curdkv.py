@@ -14,6 +14,7 @@ from oracle import (
     Call,
     Head,
     Stream,
+    chunks,
     compare,
     cuts,
     equal,
@@ -227,6 +228,49 @@ def test_sums_and_counts(seed: int, chosen: dict[str, Any], pattern: list[int], 
         n = len(head.held)
         assert counts[row, place].tolist() == [head.counts[i] for i in head.held] + [0] * (counts.shape[2] - n)
         np.testing.assert_allclose(sums[row, place, :n], [head.sums[i] for i in head.held], rtol=1e-4, atol=1e-6)
+
+
+@KINDS
+@pytest.mark.parametrize("last", [0, 1, 3])
+@pytest.mark.parametrize("decode", ["leverage", "cur", "append"])
+@pytest.mark.parametrize("prefill", ["cur", "exact"])
+def test_short_sequence_of_a_padded_batch_is_as_if_alone(
+    prefill: str, decode: str, last: int, group: int | None
+) -> None:
+    """One token in a wide call is a single token, and none is no call."""
+    stream = make_stream(16, 24, batch=2, group=group)
+    transform = curdkv(budget=12, n_sink=1, prefill=prefill, decode=decode)
+    calls = [Call(15, (15, 15)), Call(1, (1, 1)), Call(6, (6, last))]
+    state = transform.init_state(stream.spec(24))
+    inputs = zip(*(chunks(x, calls, stream.dtype) for x in (stream.keys, stream.values, stream.queries)))
+    for call, (keys, values, queries) in zip(calls, inputs):
+        lengths, proxy = mx.array(call.counts), queries is None
+        held = transform.write(state, keys, values, lengths)
+        state = transform.settle(held, keys if proxy else queries, lengths, proxy=proxy)
+    alone = feed(transform, stream.rows([1]), [15, 1, last], 24)
+    assert held_positions(transform, state)[1] == held_positions(transform, alone)[0]
+    for whole, single in zip(memory_of(transform, state), memory_of(transform, alone)):
+        np.testing.assert_allclose(whole[1, :, :12], single[0, :, :12], rtol=1e-5, atol=1e-7)
+
+
+@KINDS
+@pytest.mark.parametrize("prefill", ["cur", "exact"])
+@pytest.mark.parametrize(("padding", "pattern"), [(5, [1, 1, 1, 8, 1]), (6, [1, 1, 8, 1]), (7, [1, 8, 1])], ids=str)
+def test_sequence_behind_left_padding_is_as_if_alone(
+    padding: int, pattern: list[int], prefill: str, group: int | None
+) -> None:
+    """Of the first six columns one is a token, or none."""
+    stream = make_stream(17, 20, batch=2, group=group)
+    arrays = [None if x is None else x.copy() for x in (stream.keys, stream.values, stream.queries)]
+    for x in arrays:
+        if x is not None:
+            x[1] = np.roll(x[1], padding, axis=1)
+    transform = curdkv(budget=9, n_sink=1, prefill=prefill)
+    state = feed(transform, Stream(*arrays, mx.float32), [6, 1, 1, 8, 1], left_padding=(0, padding))
+    alone = feed(transform, stream.rows([1]), pattern)
+    assert held_positions(transform, state)[1] == held_positions(transform, alone)[0]
+    for whole, single in zip(memory_of(transform, state), memory_of(transform, alone)):
+        np.testing.assert_allclose(whole[1], single[0], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(("prompt", "prefill"), [(0, "cur"), (20, "cur"), (20, "exact")], ids=str)

@@ -312,6 +312,17 @@ def test_direction_is_a_float32_unit_vector() -> None:
     np.testing.assert_allclose(np.linalg.norm(to_numpy(direction), axis=-1), 1, rtol=1e-4)
 
 
+def test_direction_is_the_leading_one_by_a_small_lead() -> None:
+    """The second moment along one axis is a tenth above that along all others."""
+    random = np.random.default_rng(20)
+    basis = np.linalg.qr(random.standard_normal((32, 32)))[0]
+    left = np.linalg.qr(random.standard_normal((200, 32)))[0]
+    sizes = np.sqrt(np.where(np.arange(32) == 7, 1.1, 1.0))
+    queries = ((left * sizes) @ basis.T).astype(np.float32)
+    direction = to_numpy(qfilters_direction(mx.array(queries)[None], 1))[0]
+    assert filter_of(queries) @ direction > 0.999 and abs(basis[:, 7] @ direction) > 0.999
+
+
 def test_direction_points_where_the_mean_query_does() -> None:
     """Not so for the leading axis of centred queries, which lies across it here."""
     queries, axis = cone(10, (1, 2, 400, 32))
@@ -467,6 +478,17 @@ def test_bad_key_harms_neither_direction_nor_other_rows(
     assert all(mx.isfinite(memory).all().item() for memory in flatten(state.memory)[0])
     for held in held_positions(transform, state)[0]:
         assert held[:2] == [0, 1] and len(held) == 20
+
+
+@PATTERNS
+@pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
+def test_bad_query_has_no_part_in_the_direction(bad: float, pattern: list[int]) -> None:
+    stream, (queries, axis) = make_stream(21, 60), cone(21, (1, 4, 60, 16))
+    axis = unit(axis.reshape(1, 2, 2, 16).sum(axis=2))
+    queries[:, 1, 5] = bad
+    transform = qfilters(budget=20, calib_tokens=16)
+    direction = feed(transform, Stream(stream.keys, stream.values, queries, mx.float32), pattern).carry.direction
+    assert ((to_numpy(direction) * axis).sum(axis=-1) > 0.8).all()
 
 
 @pytest.mark.parametrize("build", [qfilters, qfilters_policy])

@@ -94,7 +94,9 @@ def test_concentration_of_known_keys(reduce: str) -> None:
     def told(keys: mx.array) -> float:
         return concentration(keys, reduce=reduce).item()
 
-    assert told(mx.broadcast_to(mx.random.normal((1, 2, 1, 32), key=mx.random.key(1)), (1, 2, 40, 32))) == pytest.approx(1)
+    assert told(
+        mx.broadcast_to(mx.random.normal((1, 2, 1, 32), key=mx.random.key(1)), (1, 2, 40, 32))
+    ) == pytest.approx(1)
     assert told(mx.broadcast_to(mx.eye(32), (1, 2, 32, 32))) == pytest.approx(0, abs=1e-6)
     pair = mx.stack([mx.ones((1, 2, 8)), -mx.ones((1, 2, 8))], axis=2)
     assert told(pair) == pytest.approx(-1)

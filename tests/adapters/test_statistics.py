@@ -1,0 +1,330 @@
+"""The numbers that the documented classes give, by hand: B batch rows, H heads, 43 tokens."""
+
+import warnings
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from configs import CALLS, CONFIGS, DV, OPTIONS, B, D, H, feed, rows, statistics
+from models import build, tokens
+
+from vq_adapters import (
+    CaMKVCache,
+    CaMOptions,
+    ChunkKVCache,
+    ChunkKVIndexReuseCoordinator,
+    ChunkKVOptions,
+    CurDKVCache,
+    H2OKVCache,
+    KeyformerKVCache,
+    KIVIKVCache,
+    KNormKVCache,
+    KVCacheBuilder,
+    KVCacheConfig,
+    KVzipCache,
+    MorphKVCache,
+    NestedKVCache,
+    PyramidKVCache,
+    PyramidKVOptions,
+    QFiltersKVCache,
+    QFiltersOptions,
+    RocketKVKVCache,
+    SnapKVKVCache,
+    SqueezeAttentionCache,
+    SqueezeCoordinator,
+    StreamingLLMKVCache,
+    TOVAKVCache,
+    TurboQuantRVQKVCache,
+)
+
+ITEM = {mx.float16: 2, mx.bfloat16: 2, mx.float32: 4}
+TOKENS = sum(CALLS)
+# Rows that stay in each head, and what the class calls their bytes.
+KEPT: dict[Any, tuple[int, str]] = {
+    H2OKVCache: (16, "h2o"),
+    TOVAKVCache: (16, "tova"),
+    PyramidKVCache: (16, "pyramid"),
+    SqueezeAttentionCache: (16, "squeeze"),
+    ChunkKVCache: (2 + 2 * 4 + 1, "chunkkv"),  # sinks, two chunks, and one row of the unfinished one
+    CaMKVCache: (16, "cam"),
+    KNormKVCache: (16, "knorm"),
+    QFiltersKVCache: (16, "qfilters"),
+    KeyformerKVCache: (16, "keyformer"),
+    MorphKVCache: (16, "morphkv"),
+    KVzipCache: (16, "kvzip"),
+    CurDKVCache: (16, "curdkv"),
+    NestedKVCache: (16 + 3, "nestedkv"),  # of the prompt, and single tokens
+}
+SIXTEEN = [kind for kind, (kept, _) in KEPT.items() if kept == 16]
+
+dtypes = pytest.mark.parametrize("dtype", ITEM, ids=str)
+
+
+@dtypes
+class TestBytes:
+    @pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.__name__)
+    def test_budgets(self, kind, dtype):
+        kept, name = KEPT[kind]
+        cache = feed(kind(CONFIGS[kind]), dtype=dtype)
+        row = B * H * (D + DV) * ITEM[dtype]
+        assert getattr(cache, f"{name}_kept_bytes") == row * kept
+        assert cache.full_seq_bytes == row * TOKENS
+        assert cache.compression_ratio == TOKENS / kept
+        assert cache.tokens_seen == B * H * TOKENS
+        assert cache.tokens_kept == kept
+
+    def test_streaming_llm(self, dtype):
+        cache = feed(StreamingLLMKVCache(CONFIGS[StreamingLLMKVCache]), dtype=dtype)
+        row = B * H * (D + DV) * ITEM[dtype]
+        assert statistics(cache) == {
+            "stream_kept_bytes": row * 16,
+            "full_seq_bytes": row * TOKENS,
+            "streaming_ratio": TOKENS / 16,
+            "tokens_seen": B * H * TOKENS,
+            "tokens_in_window": 16,
+            "tokens_kept": 16,
+        }
+
+    def test_snapkv(self, dtype):
+        """16 rows of the prompt and 3 single tokens."""
+        cache = feed(SnapKVKVCache(CONFIGS[SnapKVKVCache]), dtype=dtype)
+        item = B * H * ITEM[dtype]
+        assert statistics(cache) == {
+            "evicted_key_bytes": item * 19 * D,
+            "evicted_value_bytes": item * 19 * DV,
+            "full_key_bytes": item * TOKENS * D,
+            "full_value_bytes": item * TOKENS * DV,
+            "tokens_kept": B * H * 19,
+            "tokens_total": B * H * TOKENS,
+            "eviction_ratio": TOKENS / 19,
+            "keep_rate": 19 / TOKENS,
+        }
+
+    def test_rocketkv(self, dtype):
+        """A ratio of 4 is 4**0.32 and 4**0.68: of 40 prompt tokens 26 stay, beside 3 single ones, in 15 pages of 2."""
+        cache = feed(RocketKVKVCache(CONFIGS[RocketKVKVCache]), dtype=dtype)
+        item = B * H * ITEM[dtype]
+        kept, pages, full = item * 29 * (D + DV), item * 15 * 2 * D, item * TOKENS * (D + DV)
+        assert statistics(cache) == {
+            "stage1_bytes": kept,
+            "stage2_aux_bytes": pages,
+            "full_fp16_bytes_total": full,
+            "compression_ratio": full / (kept + pages),
+            "tokens_kept": B * H * 29,
+            "tokens_total": B * H * TOKENS,
+            "keep_rate": 29 / TOKENS,
+            "stage1_ratio": 4**0.32,
+            "page_size": 2,
+            "head_topk1": 50,  # 64 / (4**0.68 / 2)
+        }
+
+    def test_kivi(self, dtype):
+        """32 of 43 tokens are in groups of 32; a group has a scale and a zero in the dtype of what came."""
+        cache = feed(KIVIKVCache(CONFIGS[KIVIKVCache]), dtype=dtype)
+        item = ITEM[dtype]
+        keys = B * H * D * (32 * 4 // 8 + 2 * item)
+        values = B * H * 32 * (DV * 4 // 8 + 2 * item)
+        exact = B * H * 11 * (D + DV) * item
+        full_keys, full_values = (B * H * TOKENS * dim * item for dim in (D, DV))
+        assert statistics(cache) == {
+            "compressed_key_bytes": keys,
+            "compressed_value_bytes": values,
+            "fp16_key_bytes": full_keys,
+            "fp16_value_bytes": full_values,
+            "residual_fp16_bytes": exact,
+            "assigned_avg_bits": 4.0,
+            "effective_compression_ratio": (full_keys + full_values) / (keys + values + exact),
+        }
+
+    def test_turboquant_rvq(self, dtype):
+        cache = feed(TurboQuantRVQKVCache(CONFIGS[TurboQuantRVQKVCache]), dtype=dtype)
+        assert statistics(cache) == {
+            "compressed_key_bytes": B * H * TOKENS * (2 * D * 2 // 8 + 2),
+            "fp16_key_bytes": B * H * TOKENS * D * ITEM[dtype],
+            "assigned_bits": 2,
+        }
+
+
+@pytest.mark.parametrize("kind", SIXTEEN, ids=lambda kind: kind.__name__)
+def test_storage_dtype_counts_as_stored(kind):
+    config = KVCacheConfig(method=kind.method, dtype=mx.float16, options=OPTIONS[kind])
+    cache = feed(kind(config), dtype=mx.float32)
+    assert getattr(cache, f"{KEPT[kind][1]}_kept_bytes") == B * H * 16 * (D + DV) * 2
+    assert cache.compression_ratio == 2 * TOKENS / 16
+
+
+def test_rvq_in_a_window():
+    cache = feed(TurboQuantRVQKVCache(KVCacheConfig(method="turboquant_rvq", sliding_window=8)))
+    assert cache.compressed_key_bytes == B * H * 8 * (2 * D * 2 // 8 + 2)
+    assert cache.fp16_key_bytes == B * H * TOKENS * D * 2
+    assert cache.assigned_bits == 2
+
+
+@pytest.mark.parametrize(("n", "coded"), [(3, 32), (20, 0)])
+def test_statistics_follow_trim(n, coded):
+    cache = feed(KIVIKVCache(CONFIGS[KIVIKVCache]))
+    assert cache.trim(n) == n
+    assert cache.fp16_key_bytes == B * H * (TOKENS - n) * D * 2
+    assert cache.residual_fp16_bytes == B * H * (TOKENS - n - coded) * (D + DV) * 2
+    other = feed(TurboQuantRVQKVCache(CONFIGS[TurboQuantRVQKVCache]))
+    other.trim(n)
+    assert other.compressed_key_bytes == B * H * (TOKENS - n) * (2 * D * 2 // 8 + 2)
+
+
+def served(options: Any, method: str, layers: int) -> list[Any]:
+    """The caches of a model after a prompt of 40 tokens and one more."""
+    model = build("llama", num_hidden_layers=layers)
+    caches = KVCacheBuilder.for_model(model, KVCacheConfig(method=method, options=options))
+    for call in (tokens(40), [1]):
+        mx.eval(model(mx.array([call]), cache=caches))
+    return caches
+
+
+class TestPyramid:
+    @pytest.mark.parametrize(
+        ("options", "budgets"),
+        [
+            # 3 rows are the least: two sinks and one that is free. Steps of 26 / 3 around 16.
+            ({}, [29, 20, 12, 3]),
+            ({"pyramid_beta": 1.0}, [16] * 4),
+            ({"pyramid_resolved_budget": 24}, [24] * 4),
+        ],
+        ids=["default", "flat", "resolved"],
+    )
+    def test_layers(self, options, budgets):
+        caches = served(PyramidKVOptions(pyramid_budget=16, pyramid_n_sink=2, **options), "pyramidkv", 4)
+        assert [cache.layer_budget for cache in caches] == budgets
+        assert [cache.tokens_kept for cache in caches] == budgets
+        assert [cache.compression_ratio for cache in caches] == [41 / budget for budget in budgets]
+
+    def test_a_single_cache_has_the_mean(self):
+        assert PyramidKVCache(CONFIGS[PyramidKVCache]).layer_budget == 16
+
+
+class TestSqueeze:
+    @staticmethod
+    def _told() -> list[Any]:
+        """Caches of two layers: in the first all keys are alike, in the second any two are at right angles."""
+        group = SqueezeCoordinator()
+        caches = [SqueezeAttentionCache(CONFIGS[SqueezeAttentionCache], layer, group) for layer in range(2)]
+        _, values = rows(40)
+        for cache, keys in zip(caches, (mx.ones((40, D)), mx.eye(D)[:40]), strict=True):
+            mx.eval(cache.update_and_fetch(mx.broadcast_to(keys.astype(mx.float16), (B, H, 40, D)), values))
+        return caches
+
+    def test_concentration(self):
+        assert [cache.concentration for cache in self._told()] == pytest.approx([1.0, 0.0], abs=1e-5)
+
+    def test_every_row_stays_until_the_layers_agree(self):
+        caches = self._told()
+        assert [cache.layer_budget for cache in caches] == [16, 16]
+        assert [cache.tokens_kept for cache in caches] == [40, 40]
+        assert [cache.squeeze_kept_bytes for cache in caches] == [B * H * 40 * (D + DV) * 2] * 2
+
+    def test_budgets_follow_concentration(self):
+        """The first gets the least, two sinks and the seven newest; the second what is left of 2 * 16."""
+        caches = self._told()
+        for cache in caches:
+            mx.eval(cache.update_and_fetch(*rows(1)))
+        assert [cache.layer_budget for cache in caches] == [9, 23]
+        assert [cache.tokens_kept for cache in caches] == [9, 23]
+        assert [cache.compression_ratio for cache in caches] == [41 / 9, 41 / 23]
+        assert [cache.concentration for cache in caches] == pytest.approx([1.0, 0.0], abs=1e-5)
+
+    def test_alone(self):
+        cache = feed(SqueezeAttentionCache(CONFIGS[SqueezeAttentionCache], layer_id=1))
+        assert (cache.layer_budget, cache.tokens_kept) == (16, 16)
+
+
+class TestChunks:
+    REUSING = KVCacheConfig(
+        method="chunkkv",
+        options=ChunkKVOptions(chunkkv_budget=16, chunkkv_n_sink=2, chunkkv_chunk_size=4, chunkkv_reuse_layers=2),
+    )
+
+    def test_one_layer_of_a_block_leads(self):
+        group = ChunkKVIndexReuseCoordinator()
+        caches = [ChunkKVCache(self.REUSING, layer, group) for layer in range(4)]
+        assert [cache.is_index_reuse_leader for cache in caches] == [True, False, True, False]
+        assert [cache.chunk_size for cache in caches] == [4] * 4
+        for i, n in enumerate(CALLS):
+            mx.eval([cache.update_and_fetch(*rows(n, seed=i)) for cache in caches])
+        assert [cache.tokens_kept for cache in caches] == [11] * 4
+
+    @pytest.mark.parametrize("layer", [None, 0, 1])
+    def test_without_a_coordinator_a_layer_chooses_for_itself(self, layer):
+        cache = ChunkKVCache(self.REUSING, layer_id=layer)
+        assert cache.is_index_reuse_leader
+        assert feed(cache).tokens_kept == 11
+
+    @pytest.mark.parametrize(("n", "kept"), [(16, 16), (17, 2 + 8 + 3), (18, 2 + 8), (19, 2 + 8 + 1)])
+    def test_whole_chunks_go(self, n, kept):
+        cache = feed(ChunkKVCache(CONFIGS[ChunkKVCache]), (n,))
+        assert (cache.tokens_kept, cache.layer_budget) == (kept, 16)
+        assert cache.compression_ratio == n / kept
+
+
+@pytest.mark.parametrize(("mode", "gate"), [("sim_weighted", True), ("mean", False), ("drop", True)])
+def test_cam_says_how_it_merges(mode, gate):
+    options = CaMOptions(cam_budget=16, cam_n_sink=2, cam_merge=mode, cam_merge_gate=gate)
+    cache = CaMKVCache(KVCacheConfig(method="cam", options=options))
+    assert (cache.merge_mode, cache.merge_gate, cache.layer_budget) == (mode, gate, 16)
+
+
+class TestRetention:
+    """Q-Filters tells when too little is left: after 40 tokens 16 are 40 %."""
+
+    @staticmethod
+    def _cache(**options: Any) -> QFiltersKVCache:
+        chosen = QFiltersOptions(qfilters_budget=16, qfilters_n_sink=2, qfilters_calib_tokens=8, **options)
+        return QFiltersKVCache(KVCacheConfig(method="qfilters", options=chosen))
+
+    def test_a_cache_warns_once(self):
+        cache = self._cache()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            feed(cache, (10, 6)).size()
+            cache.update_and_fetch(*rows(24))
+        with pytest.warns(UserWarning, match=r"^qfilters: 40% of the tokens .* `min_retention` = 0\.9$") as caught:
+            cache.size()
+        assert len(caught) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            feed(cache, (20, 1, 1)).size()
+        with pytest.warns(UserWarning, match="^qfilters: 40%"):
+            feed(self._cache(), (40,)).size()
+
+    def test_real_queries(self):
+        cache = self._cache()
+        returned = cache.update_and_fetch(*rows(40))
+        with pytest.warns(UserWarning, match="^qfilters: 40%"):
+            cache.attend(rows(40, seed=1)[0], *returned, D**-0.5, "causal")
+
+    def test_raise(self):
+        cache = feed(self._cache(qfilters_on_low_retention="raise"), (16, 24))
+        with pytest.raises(ValueError, match="^qfilters: 40% of the tokens"):
+            cache.update_and_fetch(*rows(1))
+        assert (cache.offset, cache.tokens_kept) == (40, 16)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"qfilters_on_low_retention": "ignore"},
+            {"qfilters_min_retention": None},
+            {"qfilters_min_retention": 0.4},
+            {"qfilters_min_retention": None, "qfilters_on_low_retention": "raise"},
+        ],
+        ids=["ignored", "off", "enough", "off, raise"],
+    )
+    def test_silence(self, options):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert feed(self._cache(**options), (40,)).size() == 16
+
+    def test_the_shortest_of_a_batch_counts(self):
+        alone = [self._cache(qfilters_min_retention=0.4) for _ in range(2)]
+        batch = QFiltersKVCache.merge(alone)
+        batch.prepare(lengths=[50, 10], right_padding=[0, 40])
+        batch.update_and_fetch(*rows(50))
+        with pytest.warns(UserWarning, match="^qfilters: 32%"):
+            batch.finalize()

@@ -1,0 +1,120 @@
+"""The cache classes of evicting methods that give each layer a budget, a role or something to fold."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vq_adapters.config import KVCacheConfig, Layer
+from vq_adapters.evicting_classes import BudgetKVCache
+from vq_adapters.group import LayerGroup
+
+
+class PyramidKVCache(BudgetKVCache):
+    """The rows that attention has used most, fewer in later layers (`pyramid_budget`, `pyramid_beta`)."""
+
+    method = "pyramidkv"
+
+    @property
+    def pyramid_kept_bytes(self) -> int:
+        """Bytes of the keys and values that are kept."""
+        return self._held("keys", "values")
+
+    @property
+    def layer_budget(self) -> int:
+        """Rows that may stay in each head of this layer."""
+        return self._budget()
+
+
+class SqueezeAttentionCache(BudgetKVCache):
+    """The rows that attention has used most, under budgets that layers agree on (`squeeze_budget`, `squeeze_strength`).
+
+    `coordinator` is the group of a cache list and `layer_id` the place in it; `KVCacheBuilder.for_model` sees to both.
+    """
+
+    method = "squeeze"
+
+    def __init__(
+        self, config: KVCacheConfig, layer_id: int | None = None, coordinator: LayerGroup | None = None
+    ) -> None:
+        super().__init__(config)
+        if coordinator is not None and layer_id is not None:
+            self.join(coordinator, layer_id)
+
+    @property
+    def squeeze_kept_bytes(self) -> int:
+        """Bytes of the keys and values that are kept."""
+        return self._held("keys", "values")
+
+    @property
+    def layer_budget(self) -> int:
+        """Rows that may stay in each head of this layer."""
+        return self._budget()
+
+    @property
+    def concentration(self) -> float:
+        """What the layer told of its first call, for the first batch row; 0.0 before. Reads one number back."""
+        told = None if self._group is None else self._group.told(self._layer)
+        return 0.0 if told is None else float(np.array(told)[0])
+
+
+class ChunkKVCache(BudgetKVCache):
+    """Whole chunks of neighbouring tokens (`chunkkv_budget`, `chunkkv_chunk_size`, `chunkkv_reuse_layers`).
+
+    `coordinator` is the group of a cache list and `layer_id` the place in it; `KVCacheBuilder.for_model` sees to both.
+    Without them the layer chooses for itself.
+    """
+
+    method = "chunkkv"
+
+    def __init__(
+        self, config: KVCacheConfig, layer_id: int | None = None, coordinator: LayerGroup | None = None
+    ) -> None:
+        super().__init__(config if layer_id is None else config.for_layer(Layer(layer_id, layer_id + 1)))
+        if coordinator is not None and layer_id is not None:
+            self.join(coordinator, layer_id)
+
+    @property
+    def chunkkv_kept_bytes(self) -> int:
+        """Bytes of the keys and values that are kept."""
+        return self._held("keys", "values")
+
+    @property
+    def layer_budget(self) -> int:
+        """Rows that may stay in each head of this layer."""
+        return self._budget()
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens that stay or go together."""
+        return self._evicting.policy.chunk_size  # type: ignore[attr-defined]
+
+    @property
+    def is_index_reuse_leader(self) -> bool:
+        """Whether this layer chooses for itself."""
+        return self.transform.leader is None
+
+
+class CaMKVCache(BudgetKVCache):
+    """The rows that attention has used most, with the others folded into them (`cam_budget`, `cam_merge`)."""
+
+    method = "cam"
+
+    @property
+    def cam_kept_bytes(self) -> int:
+        """Bytes of the keys and values that are kept."""
+        return self._held("keys", "values")
+
+    @property
+    def layer_budget(self) -> int:
+        """Rows that may stay in each head of this layer."""
+        return self._budget()
+
+    @property
+    def merge_mode(self) -> str:
+        """How an evicted row is folded into rows that stay."""
+        return self._evicting.policy.merge  # type: ignore[attr-defined]
+
+    @property
+    def merge_gate(self) -> bool:
+        """Whether chance decides if it is."""
+        return self._evicting.policy.merge_gate  # type: ignore[attr-defined]
