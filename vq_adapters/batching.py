@@ -24,6 +24,7 @@ def merge(caches: Sequence[TransformKVCache]) -> TransformKVCache:
         check(cache.transform == transform, "merge", "caches", "must be of one method and options", cache.transform)
     batch = caches[0]._fresh(("merge", *(id(cache._group) for cache in caches)))
     batch._batched = True
+    batch._hooked = next((one for one in (True, False) if any(cache._hooked is one for cache in caches)), None)
     batch._state = _joined(transform, [(cache._settled_state(), len(cache._fills)) for cache in caches])
     batch._fills = [fill for cache in caches for fill in cache._fills]
     return batch

@@ -204,7 +204,7 @@ class KVCacheConfig:
             one = option not in PER_LAYER or not isinstance(value, (list, tuple))
             check(one, self.method, field, "must be one value for one cache; `for_model` takes a list", value)
             known = option not in BUDGETS or not isinstance(value, str)
-            check(known, self.method, field, "in bytes is for `for_model`, which knows the shapes", value)
+            check(known, self.method, field, "in bytes is for `for_model`, one value for all layers", value)
         transform = find(self.method).build(**options, **self._placed())
         if self.dtype is not None:
             transform = held_in(transform, self.dtype)
@@ -222,16 +222,20 @@ class KVCacheConfig:
             check(layer.count is None or len(entries) == layer.count, self.method, field, rule, entries)
             setattr(one, field, entries[layer.index % len(entries)])
         for option in BUDGETS:
-            one._fit(self._uses().get(option))
+            one._fit(option)
         return one
 
-    def _fit(self, field: str | None) -> None:
+    def _fit(self, option: str) -> None:
         """Make a budget in bytes one in rows, where the shapes are known."""
-        value, place = field and getattr(self, field), self._place
-        if not isinstance(value, str) or place.spec is None or place.count is None:
+        field, place = self._uses().get(option), self._place
+        value = None if field is None else getattr(self, field)
+        if not isinstance(value, str) or field is None or place.spec is None or place.count is None:
             return
-        size = to_bytes(self.method, str(field), value) // place.count
-        setattr(self, str(field), rows_within(self._checkable().transform(), place.spec, size))
+        size, known = to_bytes(self.method, field, value) // place.count, self._checkable()
+        transform: Any = known.transform()
+        # A window is what is left beside sinks.
+        beside = transform.policy.budget - getattr(known, field) if option == "window_size" else 0
+        setattr(self, field, rows_within(transform, place.spec, size) - beside)
 
     def _checkable(self) -> KVCacheConfig:
         """The same with default budgets in place of bytes."""

@@ -49,6 +49,11 @@ def attention_hook(model: nn.Module, way: str = "instance") -> Iterator[nn.Modul
         undo()
 
 
+def can_hook(model: nn.Module) -> bool:
+    """Whether `install_attention` finds anything in this model to send to our caches."""
+    return any(_calls_attention(method) for module in model.modules() for _, method in _methods(type(module)))
+
+
 def hooked(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """`original` for plain arrays; the owner's attention for keys and values of our caches."""
 
@@ -86,7 +91,7 @@ def _patch_instances(model: nn.Module) -> list[Undo]:
 
 def _hooked_class(kind: type) -> type:
     """A subclass whose methods call the hook; `kind` itself where none calls attention."""
-    methods = {name: _with_hook(method) for name, method in _methods(kind) if _calls_attention(method)}
+    methods = {name: _with_hook(method) for name, method in _methods(kind) if _lacks_hook(method)}
     return type(kind.__name__, (kind,), methods) if methods else kind
 
 
@@ -102,8 +107,11 @@ def _methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
 
 
 def _calls_attention(method: types.FunctionType) -> bool:
-    original = method.__globals__.get(NAME)
-    return _mentions(method.__code__) and original is not None and not hasattr(original, "is_hook")
+    return _mentions(method.__code__) and method.__globals__.get(NAME) is not None
+
+
+def _lacks_hook(method: types.FunctionType) -> bool:
+    return _calls_attention(method) and not hasattr(method.__globals__[NAME], "is_hook")
 
 
 def _mentions(code: types.CodeType) -> bool:

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from vq_adapters.cache import TransformKVCache
-from vq_adapters.hook import attention_hook
+from vq_adapters.hook import attention_hook, can_hook
 from vq_adapters.tagged import TaggedArray, tag
 from vq_functional.core.errors import check, check_int
 from vq_functional.core.tree import flatten
@@ -33,11 +33,13 @@ def kvzip_prefill(
     instruction: tokens before each repetition, such as those of "repeat the previous text".
     Returns the logits [1, V] that follow the prompt. The repetition leaves no
     row behind. Costs about two more prompts. Raises QuantizerConfigError where
-    no cache is an empty one of kvzip with probe "context".
+    no cache is an empty one of kvzip with probe "context", and for models whose
+    attention can't be hooked.
     """
     check_int("kvzip_prefill", "chunk", chunk, 1)
     ours = [cache for cache in caches if _takes_part(cache)]
     check(bool(ours), "kvzip_prefill", "caches", "must hold empty caches of kvzip with probe 'context'", len(caches))
+    check(can_hook(model), "kvzip_prefill", "model", "must be one that the attention hook reaches", type(model))
     tokens = tokens.reshape(1, -1)
     spans = [(start, min(start + chunk, tokens.shape[1])) for start in range(0, tokens.shape[1], chunk)]
     for cache in ours:

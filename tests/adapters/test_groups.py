@@ -1,4 +1,4 @@
-"""Layers of one list that depend on each other: agreed budgets, choices that are taken over, schedules, a second pass."""
+"""Layers of one list that depend on each other: agreed budgets, choices taken over, schedules, a second pass."""
 
 import contextlib
 import copy

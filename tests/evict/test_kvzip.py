@@ -1,4 +1,4 @@
-"""KVzip: the most attention that anyone pays to a row, from queries, from held keys, or from a pass that repeats the context."""
+"""KVzip: the most attention that anyone pays to a row: queries, held keys, or a pass that repeats the context."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

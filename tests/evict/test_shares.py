@@ -1,4 +1,4 @@
-"""Budgets as a share of the prompt: rows follow from the tokens that came in calls of several, on host and device alike."""
+"""Budgets as a share of the prompt: rows follow from the tokens of calls of several, on host and device alike."""
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -97,6 +97,14 @@ def test_rows_after_prompts_and_single_tokens(
 
 
 @EACH
+@pytest.mark.parametrize("group", [None, 2], ids=["keys", "queries"])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("first", [48, 90])
+def test_rows_after_long_prompts(name: str, share: float, group: int | None, first: int) -> None:
+    run(name, share, 5, plain_calls([first, 1, 1, 70, *[1] * 10], 1), group)
+
+
+@EACH
 @given(seeds(), SHARES, right_padded(3, longest=30), GROUPS)
 def test_rows_under_right_padding(name: str, seed: int, share: float, calls: list[Call], group: int | None) -> None:
     run(name, share, seed, calls, group)
@@ -125,7 +133,7 @@ def one_share(kind: type[Head], share: float, least: int, **chosen: Any) -> Head
     return Growing(least, **chosen)
 
 
-@given(seeds(), SHARES, cuts(40), GROUPS, st.integers(1, 2))
+@given(seeds(), SHARES, cuts(80), GROUPS, st.integers(1, 2))
 def test_rows_of_h2o(seed: int, share: float, pattern: list[int], group: int | None, batch: int) -> None:
     stream, calls = make_stream(seed, sum(pattern), batch=batch, group=group), plain_calls(pattern, batch)
     chosen = {"n_sink": 2, "grace": 3, "decay": 0.98}

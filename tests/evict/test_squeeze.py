@@ -1,4 +1,4 @@
-"""SqueezeAttention: what a layer tells of its keys, the budgets that follow, and rows that go only once these are known."""
+"""SqueezeAttention: what a layer tells of its keys, the budgets that follow, and rows that go once these are known."""
 
 import itertools
 import math

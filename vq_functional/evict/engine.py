@@ -227,9 +227,10 @@ class Evicting(Transform):
     ) -> tuple[SlotState, Any]:
         """Settle `stride` standing-in keys after the other: each sees only rows that the earlier ones left."""
         counts = mx.full(held.offset.shape, held.new, mx.int32) if lengths is None else lengths
-        tokens = mx.clip(held.offset, 0, counts)
+        tokens, stored = mx.clip(held.offset, 0, counts), held.slots - held.new
         new, keys = self._without_left_padding(held, keys, counts - tokens)
-        state = attrs.evolve(columns(held, 0, held.slots - held.new), offset=held.offset - tokens)
+        most = self.policy.most(stored, held.new)
+        state = attrs.evolve(resized(columns(held, 0, stored), most), offset=held.offset - tokens)
         told: list[mx.array] = []
         for step, start in enumerate(range(0, held.new, stride)):
             block = columns(new, start, min(start + stride, held.new))
@@ -237,9 +238,9 @@ class Evicting(Transform):
             state = attrs.evolve(joined(state, block), offset=state.offset + count)
             one = group and group[step : step + 1]
             state, one = self.settle_in(state, one, keys[:, :, start : start + block.slots], count, proxy=True)
-            state = columns(state, 0, state.slots - 1)
+            state = columns(state, 0, most)
             told += one or ()
-        return resized(state, state.slots + 1), tuple(told) if self.policy.leads else group
+        return resized(state, most + 1), tuple(told) if self.policy.leads else group
 
     def _without_left_padding(self, held: SlotState, keys: mx.array, padding: mx.array) -> tuple[SlotState, mx.array]:
         """The columns of the last call and its `keys`, with `padding` int [B] moved from the left to the right."""
