@@ -77,6 +77,8 @@ def _joined(transform: Transform, states: list[tuple[Any, int]]) -> Any:
     if not held:
         return None
     layout, capacity = held[0].layout, max(transform.capacity(state) for state in held)
+    if len(held) < len(states):
+        capacity = max(capacity, transform.capacity(_empty(transform, layout, 1)))
     for state in held:
         check(state.layout == layout, "merge", "caches", f"must be of one layout {layout}", state.layout)
     grown = [blank(transform, layout, rows, capacity) if state is None else state for state, rows in states]
@@ -86,5 +88,8 @@ def _joined(transform: Transform, states: list[tuple[Any, int]]) -> Any:
 
 def blank(transform: Transform, layout: Layout, rows: int, capacity: int) -> Any:
     """An empty state of `rows` batch rows with exactly the room that a state of `capacity` has."""
-    sizes = attrs.asdict(layout)
-    return transform.widen(transform.init_state(KVSpec(batch=rows, capacity=1, **sizes)), capacity)
+    return transform.widen(_empty(transform, layout, rows), capacity)
+
+
+def _empty(transform: Transform, layout: Layout, rows: int) -> Any:
+    return transform.init_state(KVSpec(batch=rows, capacity=1, **attrs.asdict(layout)))

@@ -71,7 +71,9 @@ class TransformKVCache:
         if self._state is not None:
             self._state = self._evicting.compact(self._state, mx.array(limits, mx.int32), max(limits))
         agreed = zip(self._fills, limits, strict=True)
-        self._fills = [attrs.evolve(fill, rows=min(fill.rows, limit), limit=limit) for fill, limit in agreed]
+        self._fills = [
+            attrs.evolve(fill, rows=min(fill.rows, limit), limit=limit if fill.tokens else 0) for fill, limit in agreed
+        ]
 
     # What the model calls
 
@@ -300,7 +302,8 @@ class TransformKVCache:
             self._end_call(queries)
         if self._waits and queries is None and self._group is not None:
             self._waits = False
-            self.compact(self._group.agreed(self._layer, self._evicting.policy.agree))
+            agreed = zip(self._fills, self._group.agreed(self._layer, self._evicting.policy.agree), strict=True)
+            self.compact([fill.limit or budget for fill, budget in agreed])
 
     def _end_call(self, queries: mx.array | None) -> None:
         keys, counts, lengths = cast(tuple[mx.array, list[int], mx.array | None], self._unsettled)
@@ -342,7 +345,8 @@ class TransformKVCache:
 
     def _write(self, keys: mx.array, values: mx.array, counts: list[int], lengths: mx.array | None) -> None:
         n = keys.shape[2]
-        if self._group is not None and self.transform.agrees and not any(fill.tokens for fill in self._fills):
+        begins = any(fill.tokens == 0 and count > 0 for fill, count in zip(self._fills, counts, strict=True))
+        if self._group is not None and self.transform.agrees and begins:
             self._tell(self._group, keys, counts)
         write = steps(self.transform).write if n == 1 and lengths is None else self.transform.write
         self._state = write(self._state, keys, values, lengths)
@@ -429,7 +433,8 @@ class TransformKVCache:
 
     def _own_mask(self, n: int) -> mx.array:
         """This layer's mask of the last call of `n` tokens, as wide as what that call returned."""
-        mask = self.transform.visible(self._state, n)
+        lengths = None if self._unsettled is None else self._unsettled[2]
+        mask = self.transform.visible(self._state, n, lengths)
         if not self._uniform():
             return mask
         width, new = self._fills[0].rows, n if n > 1 else 0

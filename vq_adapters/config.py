@@ -221,6 +221,8 @@ class KVCacheConfig:
             rule = f"must have one entry for each of the {layer.count} layers that are replaced"
             check(layer.count is None or len(entries) == layer.count, self.method, field, rule, entries)
             setattr(one, field, entries[layer.index % len(entries)])
+            if field == self._uses().get("budget") and "resolved_budget" in self._uses():
+                setattr(one, self._uses()["resolved_budget"], getattr(one, field))
         for option in BUDGETS:
             one._fit(option)
         return one

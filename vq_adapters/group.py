@@ -42,8 +42,10 @@ class LayerGroup:
         return found
 
     def tell(self, layer: int, told: mx.array) -> None:
-        """What a layer tells of its first call, float32 [B]; the first word counts."""
-        self._told.setdefault(layer, told)
+        """What a layer tells of a first call, float32 [B]; a layer that tells again begins anew for all."""
+        if layer in self._told:
+            self._told, self._agreed = {}, None
+        self._told[layer] = told
 
     def told(self, layer: int) -> mx.array | None:
         """What a layer told; None before."""

@@ -38,7 +38,8 @@ def kvzip_prefill(
     """
     check_int("kvzip_prefill", "chunk", chunk, 1)
     ours = [cache for cache in caches if _takes_part(cache)]
-    check(bool(ours), "kvzip_prefill", "caches", "must hold empty caches of kvzip with probe 'context'", len(caches))
+    fresh = bool(ours) and all(cache.empty() for cache in ours)
+    check(fresh, "kvzip_prefill", "caches", "must hold empty caches of kvzip with probe 'context'", len(caches))
     check(can_hook(model), "kvzip_prefill", "model", "must be one that the attention hook reaches", type(model))
     tokens = tokens.reshape(1, -1)
     spans = [(start, min(start + chunk, tokens.shape[1])) for start in range(0, tokens.shape[1], chunk)]

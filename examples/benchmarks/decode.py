@@ -66,7 +66,8 @@ EVICTING = (
     *("h2o", "snapkv", "tova", "pyramidkv", "squeeze", "chunkkv", "cam", "knorm"),
     *("qfilters", "keyformer", "morphkv", "kvzip", "curdkv", "nestedkv"),
 )
-OVER_CODES = {"h2o": 570, "snapkv": 570, "tova": 570}
+TIGHT = 32
+OVER_CODES = {"h2o": 140, "tova": 149, "snapkv": 280}  # rows in the bytes of 32 plain ones; of snapkv in half of them
 PEAK_STEPS, PEAK_WINDOWS = 200, 4
 MIB = 2**20
 
@@ -111,20 +112,20 @@ def entries() -> list[Entry]:
         *_transform("turboquant_rvq", lambda layer: vq.turboquant_rvq(seed=42 + layer), (False, True)),
         *_transform("turboquant_mse", lambda layer: vq.turboquant_mse(seed=42 + layer), (False, True)),
         *_transform("qjl", lambda layer: vq.qjl(seed=42 + layer), (False, True)),
-        *_transform("rows of 4-bit codes", lambda layer: _codes(4, layer), (False, True)),
+        *_transform("rows of 4-bit codes", lambda layer: _codes(4, 4, layer), (False, True)),
         *_transform("streaming_llm 4+124", lambda layer: vq.streaming_llm(n_sink=4, window_size=124), (False,)),
         *(entry for name in EVICTING for entry in _budgeted(name)),
         Entry("kvzip 128, second pass", _config("kvzip"), True, _second_pass),
         *_configured("rocketkv", KVCacheConfig(method="rocketkv", options=RocketKVOptions()), (False, True)),
-        *(_over_codes(name, budget) for name, budget in OVER_CODES.items()),
+        *(entry for name, budget in OVER_CODES.items() for entry in (_tight(name), _over_codes(name, budget))),
     ]
 
 
-def _config(method: str) -> KVCacheConfig:
-    """The method with its defaults, but a budget of 128 rows."""
+def _config(method: str, budget: int = BUDGET) -> KVCacheConfig:
+    """The method with its defaults, but a budget of its own."""
     options = OPTIONS[method]
     field = next(name for name in options.__dataclass_fields__ if name.endswith("_budget"))
-    return KVCacheConfig(method=method, options=options(**{field: BUDGET}))
+    return KVCacheConfig(method=method, options=options(**{field: budget}))
 
 
 def _budgeted(method: str) -> list[Entry]:
@@ -151,17 +152,24 @@ def _transform(name: str, transform: Callable[[int], Transform], hooks: Sequence
     return [Entry(name, lambda layer: TransformKVCache(transform(layer)), hook) for hook in hooks]
 
 
-def _codes(bits: int, layer: int) -> RowStore:
+def _codes(key_bits: int, value_bits: int, layer: int) -> RowStore:
     """Keys and values as TurboQuant codes, each turned by a rotation of its own."""
-    key = vq.turboquant_mse_codec(bits=bits, seed=42 + layer)
-    return vq.rows(key=key, value=vq.turboquant_mse_codec(bits=bits, seed=1042 + layer))
+    key = vq.turboquant_mse_codec(bits=key_bits, seed=42 + layer, unbiased=key_bits != value_bits)
+    return vq.rows(key=key, value=vq.turboquant_mse_codec(bits=value_bits, seed=1042 + layer))
 
 
 def _over_codes(method: str, budget: int) -> Entry:
-    """The method over rows of 3-bit codes, with as many more rows as take the bytes of 128 plain ones."""
+    """The method over rows of 3 bits a number: 4 for keys, 2 for values."""
     policy = getattr(vq, f"{method}_policy")(budget=budget)
-    cache = lambda layer: TransformKVCache(vq.chain(policy, _codes(3, layer)))  # noqa: E731
+
+    def cache(layer: int) -> TransformKVCache:
+        return TransformKVCache(vq.chain(policy, _codes(4, 2, layer)))
+
     return Entry(f"{method} {budget} over 3-bit codes", cache, True)
+
+
+def _tight(method: str) -> Entry:
+    return Entry(f"{method} {TIGHT}", _config(method, TIGHT), True)
 
 
 def plain_caches(model: Any) -> list[Any]:

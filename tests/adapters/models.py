@@ -213,8 +213,12 @@ def ours(caches: Sequence[Any]) -> list[TransformKVCache]:
 
 
 def tokens(length: int, seed: int = 0) -> list[int]:
-    """A random prompt."""
-    return mx.random.randint(0, VOCABULARY, (length,), key=mx.random.key(1000 + seed)).tolist()
+    """A random prompt that repeats no token within a vocabulary's length.
+
+    In a first layer, rows of equal tokens have equal norms: ties, where these decide.
+    """
+    keys = mx.random.split(mx.random.key(1000 + seed), length // VOCABULARY + 1)
+    return mx.concatenate([mx.random.permutation(VOCABULARY, key=key) for key in keys]).tolist()[:length]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -34,9 +34,9 @@ SINGLE = [[token] for token in tokens(8, 4)]
 
 def config(method: str, budget: Any, **more: Any) -> KVCacheConfig:
     """Small options of a method, under a budget of any kind."""
-    documented = {field_of(method, name): value for name, value in SMALL[method].items()}
-    options = {name: value for name, value in documented.items() if name is not None}
-    return KVCacheConfig(method=method, options=OPTIONS[method](**{**options, field_of(method, "budget"): budget}), **more)
+    values = {field_of(method, name): value for name, value in {**SMALL[method], "budget": budget}.items()}
+    documented = {field: value for field, value in values.items() if field is not None}
+    return KVCacheConfig(method=method, options=OPTIONS[method](**documented), **more)
 
 
 def run(caches: list[Any], calls: list[list[int]], architecture: str = "llama", dtype: mx.Dtype = mx.float32) -> None:
@@ -62,8 +62,9 @@ def kept(method: str, budget: int, seen: int) -> int:
 
 class TestByLayer:
     @pytest.mark.parametrize("kind", [list, tuple])
-    @pytest.mark.parametrize("method", [name for name in BUDGETED if name not in SHARED_OUT])
+    @pytest.mark.parametrize("method", BUDGETED)
     def test_each_layer_has_its_own(self, method, kind):
+        """Exactly that, also where layers share out a mean budget."""
         caches = KVCacheBuilder.for_model(shared("llama"), config(method, kind((16, 24))))
         run(caches, [*PROMPT, *SINGLE])
         assert sizes(caches) == [kept(method, 16, 72), kept(method, 24, 72)]
@@ -93,7 +94,7 @@ class TestByLayer:
 
     @pytest.mark.parametrize("budgets", [[16, 0], [16, 6], [16, "24"], [16, None], [16, [24]]], ids=str)
     def test_every_entry_is_checked_at_once(self, budgets):
-        with pytest.raises(QuantizerConfigError, match="h2o: `(h2o_)?budget`"):
+        with pytest.raises(QuantizerConfigError, match=r"h2o: `(h2o_)?budget`"):
             config("h2o", budgets)
 
     def test_entries_of_different_kinds(self):
@@ -191,7 +192,7 @@ class TestBytes:
 
     @pytest.mark.parametrize("size", [9_999, 10_000, 12_345])
     def test_not_one_row_more_would_fit(self, size):
-        """A row of 2 heads is 2 * 32 numbers of 4 bytes, a position and a mass; there is one free slot; 12 bytes count."""
+        """A head's row is 2 * 32 numbers of 4 bytes, a position and a mass; one slot is free; 12 bytes are counters."""
         caches = KVCacheBuilder.for_model(shared("llama"), config("h2o", f"{size}B"))
         run(caches, PROMPT)
         row = 2 * (2 * 32 * 4 + 4 + 4)

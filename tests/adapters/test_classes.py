@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from configs import CALLS, CONFIGS, EMPTY, B, D, DV, H, feed, leaves_equal, rows, statistics
+from configs import CALLS, CONFIGS, DV, EMPTY, B, D, H, feed, leaves_equal, rows, statistics
 
 import vq_adapters
 from vq_adapters import KVCache, QuantizerConfigError, TransformKVCache

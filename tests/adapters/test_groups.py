@@ -689,9 +689,9 @@ def test_fresh_lists_join_a_batch_that_has_begun(name: str, hooked: bool) -> Non
 # The group itself
 
 
-def test_the_first_word_of_a_layer_counts_and_all_agree_once() -> None:
+def test_all_agree_once_until_a_layer_tells_again() -> None:
     group, asked = LayerGroup(), []
-    for layer, told in ((2, 0.9), (0, 0.1), (2, 0.0)):
+    for layer, told in ((2, 0.9), (0, 0.1)):
         group.tell(layer, mx.array([told, 0.5]))
 
     def agree(told: Sequence[float]) -> list[int]:
@@ -701,6 +701,8 @@ def test_the_first_word_of_a_layer_counts_and_all_agree_once() -> None:
     assert group.agreed(2, agree) == [9, 5] and group.agreed(0, agree) == [1, 5]
     assert asked == [[0.1, 0.9], [0.5, 0.5]]
     assert group.told(1) is None
+    group.tell(0, mx.array([0.3]))
+    assert group.told(2) is None and group.agreed(0, agree) == [3]
 
 
 def test_what_a_leader_chose_is_for_the_same_call_only() -> None:

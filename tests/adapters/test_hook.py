@@ -36,8 +36,9 @@ from vq_functional.core.transform import Transform
 from vq_functional.methods import TABLE
 
 WAYS = ("instance", "module")
-# The same methods attending to all that they hold: pages so long that none is left out.
-WHOLE = {**TRANSFORMS, **{row.name: row.build(**SMALL[row.name], page_size=3) for row in TABLE if "pages" in row.traits}}
+# The same, but that pages are so long that attention leaves none out.
+PAGED = [row for row in TABLE if "pages" in row.traits]
+WHOLE = {**TRANSFORMS, **{row.name: row.build(**SMALL[row.name], page_size=3) for row in PAGED}}
 WITHOUT_QUERIES = [name for name in TRANSFORMS if name not in BY_QUERIES]
 # Models that hand the returned keys and values to mlx_lm's attention as they are.
 ATTENDING = [name for name in ARCHITECTURES if name not in ("gemma2", "plamo", "stablelm", "deepseek_v3")]

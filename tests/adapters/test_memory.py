@@ -27,16 +27,24 @@ LARGE: dict[str, Transform] = {
     "streaming_llm": vq.streaming_llm(n_sink=4, window_size=1000),
     "h2o": vq.h2o(budget=1000),
     "snapkv": vq.snapkv(budget=1000),
+    "tova": vq.tova(budget=1000),
+    "chunkkv": vq.chunkkv(budget=1000),
+    "cam": vq.cam(budget=1000),
+    "knorm": vq.knorm(budget=1000),
+    "morphkv": vq.morphkv(budget=1000),
+    "nestedkv": vq.nestedkv(budget=1000),
+    "rocketkv": vq.rocketkv(compression_ratio=2.0),
     "kivi": vq.kivi(bits=2, group_size=32, residual_length=32),
     "turboquant_mse": vq.turboquant_mse(bits=4),
     "turboquant_rvq": vq.turboquant_rvq(bits=2, value_bits=8),
     "qjl": vq.qjl(),
     COMPOSED: vq.chain(vq.h2o_policy(budget=1000), vq.rows(key=vq.turboquant_mse_codec(bits=4), value=vq.int8_codec())),
+    "sliding_window": vq.sliding_window(window_size=1000),
     "rows": vq.rows(),
 }
 # Methods that score all their rows for each token need room for the scores beside their buffers.
-UNSCORED = [name for name in LARGE if name not in ("h2o", COMPOSED)]
-GROWING = [name for name in UNSCORED if name != "streaming_llm"]
+UNSCORED = [name for name in LARGE if name not in ("h2o", "tova", "chunkkv", "cam", "morphkv", COMPOSED)]
+GROWING = [name for name in UNSCORED if name not in ("streaming_llm", "knorm", "sliding_window")]
 attention = hooked(mx.fast.scaled_dot_product_attention)
 
 

@@ -302,7 +302,7 @@ class TestRetention:
 
     def test_raise(self):
         cache = feed(self._cache(qfilters_on_low_retention="raise"), (16, 24))
-        with pytest.raises(ValueError, match="^qfilters: 40% of the tokens"):
+        with pytest.raises(ValueError, match=r"^qfilters: 40% of the tokens"):
             cache.update_and_fetch(*rows(1))
         assert (cache.offset, cache.tokens_kept) == (40, 16)
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laws.common import (
+    PAIRS,
     SPEC,
     Run,
     Subject,
@@ -90,7 +91,7 @@ def test_outputs_of_each_row_alone(subject: Subject) -> None:
             assert mx.allclose(got[row], want, rtol=1e-3, atol=1e-3 * float(mx.abs(want).max()))
 
 
-@over()
+@over(among=PAIRS)
 @given(
     padding=st.tuples(st.integers(0, 6), st.integers(0, 6)),
     pieces=st.sampled_from([[40], [3, 37], [20, 20], [30, 4, 6]]),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import vq_functional as vq
-from laws.common import METHODS, SMALL, Subject, begin, feed, keys_and_values, over, run_of, tokens
+from laws.common import METHODS, PAIRS, SMALL, Subject, begin, feed, keys_and_values, over, run_of, tokens
 from vq_adapters import TransformKVCache
 from vq_functional.core.tree import flatten
 
@@ -142,7 +142,7 @@ STORED = {
 }
 
 
-@over("evicts", where=lambda subject: "-over-" in subject.name)
+@over("evicts", where=lambda subject: "-over-" in subject.name, among=PAIRS)
 def test_evicted_bytes_are_gone_and_the_rest_is_packed(subject: Subject) -> None:
     """Rows held, not tokens seen, times bytes a row; positions, memory and offset come on top."""
     cache = filled(subject, [TOKENS])

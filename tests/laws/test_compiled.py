@@ -4,7 +4,20 @@ import mlx.core as mx
 import pytest
 
 import vq_functional as vq
-from laws.common import METHODS, SPEC, Run, Subject, assert_same, begin, call, feed, keys_and_values, over, tokens
+from laws.common import (
+    METHODS,
+    PAIRS,
+    SPEC,
+    Run,
+    Subject,
+    assert_same,
+    begin,
+    call,
+    feed,
+    keys_and_values,
+    over,
+    tokens,
+)
 from vq_functional.core.tree import flatten
 
 STEPS = 20
@@ -35,7 +48,7 @@ def assert_compiled_is_eager(subject: Subject, n: int, steps: int, with_queries:
         eager, fast = one[0], two[0]
 
 
-@over()
+@over(among=PAIRS)
 def test_one_token_steps(subject: Subject) -> None:
     assert_compiled_is_eager(subject, 1, STEPS)
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import vq_functional as vq
 from laws.common import (
+    PAIRS,
     SMALL,
     SPEC,
     Run,
@@ -46,7 +47,7 @@ def assert_kept_rows_are_those_that_came(subject: Subject, run: Run, keys: mx.ar
             assert same_array(one, pick(all_rows, position))
 
 
-@over("evicts")
+@over("evicts", among=PAIRS)
 @given(
     pieces=st.lists(st.sampled_from([1, 1, 1, 9, 30]), min_size=3, max_size=9),
     dtype=st.sampled_from([mx.float16, mx.bfloat16, mx.float32]),
@@ -82,7 +83,7 @@ def test_a_method_is_its_policy_over_plain_rows(subject: Subject) -> None:
     assert_same(one.state, two.state, "the method and the composition")
 
 
-@over("evicts")
+@over("evicts", among=PAIRS)
 def test_every_subject_really_evicts(subject: Subject) -> None:
     """Or the laws about eviction would say nothing of it."""
     run = feed(subject.transform, begin(subject.transform), *keys_and_values(SPEC, 60))
@@ -92,7 +93,7 @@ def test_every_subject_really_evicts(subject: Subject) -> None:
     assert np.unique(held_positions(subject.transform, run)[0], axis=0).shape[1] == rows
 
 
-@over("packs")
+@over("packs", among=PAIRS)
 def test_every_subject_really_packs(subject: Subject) -> None:
     transform = subject.transform
     run = feed(transform, begin(transform), *keys_and_values(SPEC, 80))

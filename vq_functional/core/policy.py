@@ -187,18 +187,26 @@ class Policy:
 
 
 def check_policy(
-    name: str, budget: int | float, n_sink: int, recent: int, protect: Spans, recent_field: str = "recent"
+    name: str,
+    budget: int | float,
+    n_sink: int,
+    recent: int,
+    protect: Spans,
+    recent_field: str = "recent",
+    budget_field: str = "budget",
 ) -> None:
     """The rules that all budgets obey: at least one row must be free to go."""
     if isinstance(budget, float):
-        check(0 < budget < 1, name, "budget", "must be an integer, or a share of the prompt between 0 and 1", budget)
+        check(
+            0 < budget < 1, name, budget_field, "must be an integer, or a share of the prompt between 0 and 1", budget
+        )
     else:
-        check_int(name, "budget", budget, 1)
+        check_int(name, budget_field, budget, 1)
     check_int(name, "n_sink", n_sink, 0)
     check_int(name, recent_field, recent, 0)
     shielded = recent + n_sink + spared(protect, n_sink)
     rule = f"must exceed the {shielded} rows of `n_sink`, `{recent_field}` and `protect`"
-    check(isinstance(budget, float) or shielded < budget, name, "budget", rule, budget)
+    check(isinstance(budget, float) or shielded < budget, name, budget_field, rule, budget)
 
 
 def _parts(share: float) -> int:

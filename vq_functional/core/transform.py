@@ -105,9 +105,10 @@ class Transform:
         """`positions` after a `write` of `n` tokens; with `fill`, of the columns that will hold rows."""
         raise TypeError(f"{self.name} has no positions")
 
-    def visible(self, held: Any, n: int) -> mx.array:
+    def visible(self, held: Any, n: int, lengths: mx.array | None = None) -> mx.array:
         """Bool [B, 1, n, C]: what the last call's `n` queries see of all columns of `parts`."""
-        return causal(self.positions(held)[:, :1], query_positions(held.offset - n, n))
+        start = held.offset - (n if lengths is None else lengths)
+        return causal(self.positions(held)[:, :1], query_positions(start, n))
 
     def make_mask(self, state: Any, n: int, fill: Fill | None = None, window: int | None = None) -> mx.array:
         """Bool [B, 1, n, C] for the coming call of `n` tokens; C is the width that it will return.
@@ -127,7 +128,7 @@ class Transform:
         return state
 
     def widen(self, state: Any, capacity: int) -> Any:
-        """`grow`, also where a state needs no more room: to stand beside one of `capacity` in a batch."""
+        """Room for exactly `capacity` rows, to stand beside others in a batch; an empty state may get narrower."""
         return self.grow(state, capacity)
 
     def trim(self, state: Any, n: int) -> Any:

@@ -137,7 +137,7 @@ class Evicting(Transform):
         return self.widen(state, capacity) if self.policy.prompt_only else state
 
     def widen(self, state: SlotState, capacity: int) -> SlotState:
-        return resized(state, capacity)
+        return resized(columns(state, 0, min(state.slots, capacity)), capacity)
 
     def written(self, fill: Fill, n: int) -> Fill:
         counts = n > 1 and isinstance(self.policy.budget, float)

@@ -24,6 +24,7 @@ from vq_functional.evict.scoring import BLOCK
 from vq_functional.evict.slots import SlotState
 from vq_functional.evict.tova import TOVAPolicy
 from vq_functional.ops.attention import logits
+from vq_functional.ops.vectors import TINY
 
 
 @attrs.frozen(kw_only=True)
@@ -46,7 +47,7 @@ class KVzipOptions:
 
 @attrs.frozen
 class KVzipPolicy(Policy):
-    """Priority is the most attention ever received from a query, float32 [B, H, slots].
+    """Priority is the most attention ever received from a query, float32 [B, H, slots]; 0 before any query has asked.
 
     Where queries have asked before and none come now, rows that have not been
     asked about yet stay.
@@ -62,6 +63,7 @@ class KVzipPolicy(Policy):
             several = scene.tokens[:, None, None] > 1
             asking = (scene.query_position >= 0)[:, None]
             paid = _most_attention(scene, scene.queries, asking)
+            paid = mx.where(scene.position >= 0, mx.maximum(paid, TINY), 0)
             importance = mx.where(several, mx.maximum(importance, paid), importance)
             return importance, self.rank(importance, scene)
         asked = (importance > 0).any(axis=-1, keepdims=True)
@@ -101,7 +103,7 @@ def score_pass(
         both = mx.softmax(mx.concatenate([stored, repeated], axis=-1), axis=-1)
         most = mx.maximum(most, both[..., : position.shape[-1]].max(axis=(2, 3)))
     within = (state.position >= span[0]) & (state.position < span[1])
-    return attrs.evolve(state, memory=mx.where(within, mx.maximum(state.memory, most), state.memory))
+    return attrs.evolve(state, memory=mx.where(within, mx.maximum(state.memory, mx.maximum(most, TINY)), state.memory))
 
 
 def _most_attention(scene: Scene, queries: mx.array, asking: mx.array) -> mx.array:

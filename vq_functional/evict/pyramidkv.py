@@ -57,7 +57,8 @@ class PyramidKVOptions:
         if self.resolved_budget is not None:
             check_int("pyramidkv", "resolved_budget", self.resolved_budget, 1)
         check_policy("pyramidkv", self.budget, self.n_sink, 0, self.protect)
-        check_policy("pyramidkv", self.layer_budget, self.n_sink, self.newest - 1, self.protect)
+        field = "budget" if self.resolved_budget is None else "resolved_budget"
+        check_policy("pyramidkv", self.layer_budget, self.n_sink, self.newest - 1, self.protect, budget_field=field)
 
     @property
     def layer_budget(self) -> int:

@@ -103,8 +103,9 @@ class Ring(Transform):
         stored = stored if fill is None else stored[..., : fill.rows]
         return mx.concatenate([stored, query_positions(state.offset, n)[:, None]], axis=-1)
 
-    def visible(self, held: RingState, n: int) -> mx.array:
-        return causal(self.positions(held), query_positions(held.offset - n, n), self.size)
+    def visible(self, held: RingState, n: int, lengths: mx.array | None = None) -> mx.array:
+        start = held.offset - (n if lengths is None else lengths)
+        return causal(self.positions(held), query_positions(start, n), self.size)
 
     def make_mask(self, state: RingState, n: int, fill: Fill | None = None, window: int | None = None) -> mx.array:
         window = self.size if window is None else min(window, self.size)

@@ -51,11 +51,15 @@ class SqueezeAttentionOptions:
         check(number and 0 <= self.strength <= 1, "squeeze", "strength", "must be a number in [0, 1]", self.strength)
         check_choice("squeeze", "reduce", self.reduce, ("mean", "head0"))
         check_number("squeeze", "decay", self.decay, 0, 1)
+        check_int("squeeze", "n_sink", self.n_sink, 0)
+        if self.resolved_budget is not None:
+            check_int("squeeze", "resolved_budget", self.resolved_budget, 1)
         # The newest row costs no place: it is an older one at the next token.
-        for budget in (self.budget, self.resolved_budget):
+        for field in ("budget", "resolved_budget"):
+            budget = getattr(self, field)
             if budget is not None:
                 recent = newest(self.recent, budget, self.n_sink, self.protect)
-                check_policy("squeeze", budget, self.n_sink, recent - 1, self.protect)
+                check_policy("squeeze", budget, self.n_sink, recent - 1, self.protect, budget_field=field)
 
 
 @attrs.frozen

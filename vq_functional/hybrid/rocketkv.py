@@ -195,7 +195,8 @@ class RocketKV(Evicting):
 
     def widen(self, state: SlotState, capacity: int) -> SlotState:
         state = super().widen(state, capacity)
-        carry = map_leaves(lambda x: extend_rows(x, self._count(state.slots)), state.carry)
+        count = self._count(state.slots)
+        carry = map_leaves(lambda x: extend_rows(x[:, :, :count], count), state.carry)
         return attrs.evolve(state, carry=carry)
 
     def ordered(self, state: SlotState) -> SlotState:
