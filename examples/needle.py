@@ -19,6 +19,7 @@ import csv
 import functools
 import importlib.util
 import itertools
+import os
 import random
 import re
 import statistics
@@ -141,8 +142,9 @@ def make_facts(tokenizer: Any, seed: int = 0) -> list[Fact]:
     for name, sentence in FACTS:
         (number, right), *others = itertools.islice(supply, 1 + WRONG)
         ids = encoded(tokenizer, f" {sentence.format(number)}")
-        wrong = [other for _, other in others]
-        made.append(Fact(ids, encoded(tokenizer, QUESTION.format(name)), [right, *wrong]))
+        asked, all_answers = encoded(tokenizer, QUESTION.format(name)), [right, *(wrong for _, wrong in others)]
+        shared = os.path.commonprefix(all_answers)
+        made.append(Fact(ids, asked + shared, [answer[len(shared) :] for answer in all_answers]))
     return made
 
 

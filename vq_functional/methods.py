@@ -46,6 +46,7 @@ class Method:
     share           keeps a share of the prompt
     pages           attends to some of the rows it holds
     noise           draws random numbers for each head
+    norms           looks at norms beside attention
     folds           evicted rows go on in the values of others
     """
 
@@ -78,7 +79,7 @@ TABLE = (
     _row("nestedkv", NestedKVOptions, nestedkv, "2605.26678", "evicts new_rows_go"),
     _row("rocketkv", RocketKVOptions, rocketkv, "2502.14051", "evicts uses_queries share pages new_rows_go"),
     _row("qfilters", QFiltersOptions, qfilters, "2503.02812", "evicts uses_queries new_rows_go"),
-    _row("curdkv", CurDKVOptions, curdkv, "2509.15038", "evicts uses_queries new_rows_go"),
+    _row("curdkv", CurDKVOptions, curdkv, "2509.15038", "evicts uses_queries new_rows_go norms"),
     _row("kivi", KIVIOptions, kivi, "2402.02750", _CODES),
     _row("turboquant_mse", TurboQuantMSEOptions, turboquant_mse, "2504.19874", f"{_CODES} vectors"),
     _row("turboquant_rvq", TurboQuantRVQOptions, turboquant_rvq, "2504.19874", _CODES),

@@ -141,7 +141,7 @@ WIDE: dict[str, dict[str, Any]] = {
     "qjl": {"jl_dim": 4096},
 }
 COMPOSED = "h2o over turboquant_mse"
-WINDOWED = "sliding_window over turboquant_mse"
+WINDOWED = "sliding_window over int8"
 
 
 def _composed(bits: int, **options: Any) -> Transform:
@@ -149,21 +149,21 @@ def _composed(bits: int, **options: Any) -> Transform:
     return vq.chain(vq.h2o_policy(**options), store)
 
 
-def _windowed(bits: int, size: int) -> Transform:
-    return vq.sliding_window(window_size=size, key=vq.turboquant_mse_codec(bits=bits), value=vq.int8_codec())
+def _windowed(size: int) -> Transform:
+    return vq.sliding_window(window_size=size, key=vq.int8_codec(), value=vq.int8_codec())
 
 
 # Every method with options so small that short prompts evict or pack, one composition, and one window.
 TRANSFORMS: dict[str, Transform] = {
     **{row.name: row.build(**SMALL.get(row.name, {})) for row in TABLE},
     COMPOSED: _composed(3, **SMALL["h2o"]),
-    WINDOWED: _windowed(3, 16),
+    WINDOWED: _windowed(16),
 }
 # The same with options so wide that next to nothing is lost.
 LOSSLESS: dict[str, Transform] = {
     **{row.name: row.build(**WIDE.get(row.name, {})) for row in TABLE},
     COMPOSED: _composed(6, **WIDE["h2o"]),
-    WINDOWED: _windowed(6, 512),
+    WINDOWED: _windowed(512),
 }
 BY_QUERIES = {row.name for row in TABLE if "uses_queries" in row.traits} | {COMPOSED}
 TRIMMABLE = [name for name, transform in TRANSFORMS.items() if transform.trimmable]

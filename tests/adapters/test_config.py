@@ -413,6 +413,7 @@ class TestTransform:
     def test_every_built_method_is_checked(self):
         assert set(OTHER) == set(METHODS)
 
+    @pytest.mark.filterwarnings("ignore:cam")
     @pytest.mark.parametrize("method", OTHER)
     def test_values_reach_their_options(self, method):
         assert set(fields_of(method)) == set(OTHER[method])

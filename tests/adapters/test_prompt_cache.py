@@ -292,7 +292,7 @@ DAMAGE: dict[str, Callable[[list[mx.array]], Any]] = {
     "no transform": lambda state: with_header(state, lambda data: data.pop("transform")),
     "no counters": lambda state: with_header(state, lambda data: data.pop("fills")),
     "counters of another kind": lambda state: with_header(state, lambda data: data.update(fills=[["x"]])),
-    "counters of another length": lambda state: with_header(state, lambda data: data.update(fills=[[0, 0, 0, 0, 0, 0]])),
+    "counters of another length": lambda state: with_header(state, lambda data: data.update(fills=[[0] * 6])),
     "counters below zero": lambda state: with_header(state, lambda data: data.update(fills=[[-3, -3, 0]])),
     "counters past the arrays": lambda state: with_header(state, lambda data: data.update(fills=[[10**6, 10**6, 0]])),
     "counters of two rows": lambda state: with_header(state, lambda data: data.update(fills=data["fills"] * 2)),

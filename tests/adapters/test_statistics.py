@@ -145,6 +145,15 @@ class TestBytes:
         }
 
 
+def test_rows_on_hold_count_as_held():
+    cache = KVzipCache(CONFIGS[KVzipCache])
+    cache.hold()
+    feed(cache, (10, 30))
+    assert (cache.tokens_kept, cache.compression_ratio, cache.kvzip_kept_bytes) == (40, 1.0, cache.full_seq_bytes)
+    cache.compact()
+    assert (cache.tokens_kept, cache.compression_ratio) == (16, 40 / 16)
+
+
 @pytest.mark.parametrize("kind", SIXTEEN, ids=lambda kind: kind.__name__)
 def test_storage_dtype_counts_as_stored(kind):
     config = KVCacheConfig(method=kind.method, dtype=mx.float16, options=OPTIONS[kind])

@@ -25,7 +25,7 @@ def test_dtype_in_is_dtype_out(subject: Subject, dtype: mx.Dtype) -> None:
     assert (read_keys.dtype, read_values.dtype) == (dtype, dtype)
     if dtype != mx.float32:
         allowed = {dtype, mx.bfloat16, mx.uint32, mx.uint8, mx.int32}
-        rest = flatten(getattr(run.state, "memory", ()))[0]
+        rest = flatten((getattr(run.state, "memory", ()), getattr(run.state, "carry", ())))[0]
         others = [leaf for leaf in flatten(run.state)[0] if all(leaf is not one for one in rest)]
         assert {leaf.dtype for leaf in others} <= allowed
 

@@ -41,7 +41,7 @@ def stored_before(seen: list[Any], start: int) -> list[Any]:
     return [[[p for p in queries[0] if p < start] for queries in heads] for heads in seen]
 
 
-@over()
+@over(without=["folds"])
 @given(pieces=CALLS)
 def test_masks_of_the_functional_api(subject: Subject, pieces: list[int]) -> None:
     transform = subject.transform

@@ -86,7 +86,7 @@ def test_constant_rows(subject: Subject, level: float, dtype: mx.Dtype) -> None:
         assert (np.linalg.norm(got - want, axis=-1) <= 0.8 * np.linalg.norm(want, axis=-1)).all()
 
 
-@over()
+@over(without=["folds"])
 @CALLS
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=["nan", "inf", "minus-inf"])
 @pytest.mark.parametrize("channels", [64, 1], ids=["row", "entry"])
@@ -101,6 +101,7 @@ def test_a_bad_row_stays_alone(subject: Subject, pieces: list[int], bad: float, 
     assert one.fill == two.fill
     positions = [held_positions(transform, run) for run in (one, two)]
     reads = [[numbers(x) for x in read_in_order(transform, run)] for run in (one, two)]
+    coded = "packs" in subject.traits
     for b in range(2):
         for h in range(2):
             here = [{p: i for i, p in enumerate(position[b, h].tolist()) if p != row} for position in positions]
@@ -109,7 +110,8 @@ def test_a_bad_row_stays_alone(subject: Subject, pieces: list[int], bad: float, 
             assert len(here[1]) >= two.fill.rows - 1, "a position is held twice"
             for a, c in zip(*reads):
                 left, right = a[b, h, [here[0][p] for p in both]], c[b, h, [here[1][p] for p in both]]
-                assert np.array_equal(left, right)
+                # The product that reads codes may round by the column that a row is in.
+                assert np.allclose(left, right, rtol=2e-3, atol=1e-3) if coded else np.array_equal(left, right)
                 assert np.isfinite(right).all()
     for memory in flatten(getattr(two.state, "memory", ()))[0]:
         assert mx.isfinite(memory).all(), "scores are poisoned"
@@ -126,7 +128,7 @@ def test_a_rule_without_scores_keeps_the_same_rows(subject: Subject, pieces: lis
     assert np.array_equal(held_positions(transform, one), held_positions(transform, two))
 
 
-@over("evicts", "uses_queries", without=["packs"])
+@over("evicts", "uses_queries", without=["norms", "packs"])
 @CALLS
 def test_a_row_that_nobody_looks_at_may_as_well_be_nan(subject: Subject, pieces: list[int]) -> None:
     """All queries lean one way and the key of row 10 the other, so that its weight is exactly zero either way."""

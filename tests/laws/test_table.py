@@ -10,14 +10,14 @@ import attrs
 import pytest
 
 import vq_functional as vq
-from vq_functional import codebook, evict, methods, quantize
+from vq_functional import codebook, evict, hybrid, methods, quantize
 from vq_functional.core.transform import Transform
 from vq_functional.methods import TABLE, Method
 
 ROOT = Path(__file__).parents[2]
 TRAITS = {
     *("evicts", "uses_queries", "packs", "chunk_invariant", "attends_codes", "vectors", "window", "new_rows_go"),
-    *("one_choice", "sums_heads", "chunks", "share", "pages", "noise", "folds"),
+    *("one_choice", "sums_heads", "chunks", "share", "pages", "noise", "folds", "norms"),
 }
 NAMES = """
     a2ats adakv age_tiered amc anchorkv cachegen cam chunkkv curdkv gear h2o keyformer kitty kivi kivi_sink
@@ -36,7 +36,7 @@ def family(method: Method) -> str:
 
 def modules() -> Iterator[ModuleType]:
     """All modules that may hold methods."""
-    for package in (evict, quantize, codebook):
+    for package in (evict, quantize, codebook, hybrid):
         for info in pkgutil.iter_modules(package.__path__):
             yield importlib.import_module(f"{package.__name__}.{info.name}")
 

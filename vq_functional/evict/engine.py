@@ -134,7 +134,7 @@ class Evicting(Transform):
         return stored if n == 1 else mx.concatenate([stored, after[..., -n:]], axis=-1)
 
     def grow(self, state: SlotState, capacity: int) -> SlotState:
-        return self.widen(state, capacity) if self.policy.prompt_only else state
+        return self.widen(state, max(capacity, state.slots)) if self.policy.prompt_only else state
 
     def widen(self, state: SlotState, capacity: int) -> SlotState:
         return resized(columns(state, 0, min(state.slots, capacity)), capacity)

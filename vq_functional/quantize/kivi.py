@@ -102,7 +102,7 @@ class KIVI(Store, Transform):
         return math.lcm(self.options.group_size, alignment(self.options.bits))
 
     @property
-    def window(self) -> int:
+    def recent_rows(self) -> int:
         """Rows of the exact buffer."""
         return self.options.residual_length + self.block
 
@@ -114,8 +114,8 @@ class KIVI(Store, Transform):
         times = columns // self.block
         keys = Groups(*(mx.zeros((batch, layout.kv_heads, *x.shape[2:3], x.shape[3] * times), x.dtype) for x in key))
         values = Groups(*(mx.zeros((batch, layout.kv_heads, columns, x.shape[3]), x.dtype) for x in value))
-        recent_keys = mx.zeros((batch, layout.kv_heads, self.window, layout.key_dim), layout.dtype)
-        recent_values = mx.zeros((batch, layout.kv_heads, self.window, layout.value_dim), layout.dtype)
+        recent_keys = mx.zeros((batch, layout.kv_heads, self.recent_rows, layout.key_dim), layout.dtype)
+        recent_values = mx.zeros((batch, layout.kv_heads, self.recent_rows, layout.value_dim), layout.dtype)
         coded, offset = mx.zeros((batch,), mx.int32), start_offset(batch, left_padding)
         return KIVIState(keys, values, recent_keys, recent_values, coded, offset, layout)
 
@@ -123,7 +123,7 @@ class KIVI(Store, Transform):
         n = keys.shape[2]
         padding = mx.maximum(-state.offset, 0)
         start = mx.maximum(state.offset, 0) - state.coded
-        room = self.window + (n if n > 1 else 0)
+        room = self.recent_rows + (n if n > 1 else 0)
 
         def append(recent: mx.array, x: mx.array) -> mx.array:
             return write_rows(extend_rows(recent, room), drop_left_padding(x, padding), start)
@@ -139,13 +139,17 @@ class KIVI(Store, Transform):
         room = self.capacity(held)
         check(count <= room, self.name, "keys", f"must fit the capacity of {room} packed rows", queries.shape[2])
         coded = mx.maximum(held.coded, self._frontier(held.offset))
-        wide_keys, wide_values = (extend_rows(x, self.window + count) for x in (held.recent_keys, held.recent_values))
+        wide_keys, wide_values = (
+            extend_rows(x, self.recent_rows + count) for x in (held.recent_keys, held.recent_values)
+        )
         new_keys = quantize(wide_keys[:, :, :count].swapaxes(-1, -2), o.bits, o.group_size, held.layout.dtype)
         new_values = self._value_coder(held.layout).encode(wide_values[:, :, :count])
         starts = self._key_starts(held.coded)
         keys = Groups(*(write_rows(x, y, at, axis=3) for x, y, at in zip(held.keys, new_keys, starts, strict=True)))
         values = Groups(*(write_rows(x, y, held.coded) for x, y in zip(held.values, new_values, strict=True)))
-        recent_keys, recent_values = (read_rows(x, coded - held.coded, self.window) for x in (wide_keys, wide_values))
+        recent_keys, recent_values = (
+            read_rows(x, coded - held.coded, self.recent_rows) for x in (wide_keys, wide_values)
+        )
         return KIVIState(keys, values, recent_keys, recent_values, coded, held.offset, held.layout)
 
     def parts(self, held: KIVIState, fill: Fill | None = None) -> tuple[Parts, Parts]:
@@ -170,7 +174,7 @@ class KIVI(Store, Transform):
     def positions_after(self, state: KIVIState, n: int, fill: Fill | None = None) -> mx.array:
         if fill is not None:
             return mx.broadcast_to(mx.arange(fill.rows + n), (state.offset.shape[0], 1, fill.rows + n))
-        return self._positions(state, self.window + (n if n > 1 else 0))
+        return self._positions(state, self.recent_rows + (n if n > 1 else 0))
 
     def grow(self, state: KIVIState, capacity: int) -> KIVIState:
         columns = self._columns(capacity)
@@ -216,7 +220,7 @@ class KIVI(Store, Transform):
         return state.values.codes.shape[2]
 
     def fits(self, state: KIVIState, fill: Fill) -> bool:
-        return fill.coded <= self.capacity(state) and fill.rows - fill.coded <= self.window
+        return fill.coded <= self.capacity(state) and fill.rows - fill.coded <= self.recent_rows
 
     def overflows(self, state: KIVIState, n: int) -> mx.array:
         coded = mx.maximum(state.coded, self._frontier(state.offset + n))
