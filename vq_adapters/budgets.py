@@ -1,4 +1,4 @@
-"""Budgets as users give them: rows, a share of the prompt, bytes of a whole cache list, or one of these a layer."""
+"""Budgets as users give them: rows, a share of the prompt, bytes of a whole list, or a list of rows or shares."""
 
 import re
 from typing import Any

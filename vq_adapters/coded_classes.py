@@ -52,7 +52,7 @@ class KIVIKVCache(MethodKVCache):
         return float(self.transform.options.bits)  # type: ignore[attr-defined]
 
     @property
-    def effective_compressionratio(self) -> float:
+    def effective_compression_ratio(self) -> float:
         """Bytes as they came / bytes of groups and exact rows; 1.0 while empty."""
         full = self.fp16_key_bytes + self.fp16_value_bytes
         return ratio(full, self.compressed_key_bytes + self.compressed_value_bytes + self.residual_fp16_bytes)

@@ -69,9 +69,11 @@ class ChunkKVCache(BudgetKVCache):
     def __init__(
         self, config: KVCacheConfig, layer_id: int | None = None, coordinator: LayerGroup | None = None
     ) -> None:
-        super().__init__(config if layer_id is None else config.for_layer(Layer(layer_id, layer_id + 1)))
-        if coordinator is not None and layer_id is not None:
-            self.join(coordinator, layer_id)
+        if coordinator is None or layer_id is None:
+            super().__init__(config)
+            return
+        super().__init__(config.for_layer(Layer(layer_id, layer_id + 1)))
+        self.join(coordinator, layer_id)
 
     @property
     def chunkkv_kept_bytes(self) -> int:

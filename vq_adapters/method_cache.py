@@ -41,7 +41,7 @@ class MethodKVCache(TransformKVCache):
 
     def _counts_now(self) -> list[Fill]:
         """How full the batch rows are once the last call has ended."""
-        if self._unsettled is None:
+        if self._unsettled is None or self._waits or self._holds:
             return self._fills
         return self._advance(self.transform.settled, self._unsettled[1])
 

@@ -55,6 +55,7 @@ def unpack(cache: TransformKVCache, arrays: Sequence[mx.array]) -> None:
         rest = {name: data[name] for name in ("max_tokens", "query_heads", "batched", "remaining", "padding", "group")}
         state = None if data["layout"] is None else _rebuilt(transform, data, arrays[1:])
         _check_fills(transform, fills, state)
+        _check_group(rest["group"])
     except (KeyError, TypeError, AttributeError) as error:
         raise QuantizerConfigError(f"state: `state` must have a whole description; got {error!r}") from error
     check(state is not None or len(arrays) == 1, "state", "state", "must hold no arrays while empty", len(arrays))
@@ -64,6 +65,11 @@ def unpack(cache: TransformKVCache, arrays: Sequence[mx.array]) -> None:
     if rest["group"] is not None:
         key, layer, uneven = rest["group"]
         cache.join(loaded(key, layer, uneven), layer)
+
+
+def _check_group(group: Any) -> None:
+    known = group is None or (isinstance(group, list) and [type(x) for x in group] == [str, int, bool])
+    check(known, "state", "group", "must be a key, a layer and whether layers differ", group)
 
 
 def _check_fills(transform: Transform, fills: list[Fill], state: Any) -> None:

@@ -9,7 +9,7 @@ import mlx.core as mx
 from vq_adapters.evicting_classes import EvictingKVCache
 from vq_adapters.method_cache import ratio
 from vq_functional.core.errors import check
-from vq_functional.core.tree import map_leaves, nbytes
+from vq_functional.core.tree import map_leaves
 from vq_functional.hybrid.rocketkv import RocketKV
 
 
@@ -49,7 +49,7 @@ class SnapKVKVCache(EvictingKVCache):
         return self._tokens()
 
     @property
-    def evictionratio(self) -> float:
+    def eviction_ratio(self) -> float:
         """Full bytes / kept bytes of keys and values; 1.0 while empty."""
         full = self.full_key_bytes + self.full_value_bytes
         return ratio(full, self._held("keys", "values"))
@@ -76,8 +76,9 @@ class RocketKVKVCache(EvictingKVCache):
 
     @property
     def stage2_aux_bytes(self) -> int:
-        """Bytes of the bounds of all pages."""
-        return 0 if self._state is None else nbytes(self._state.carry)
+        """Bytes of the bounds of the pages of kept rows."""
+        pages = self._heads() * sum(-(-fill.rows // self._rocket.page) for fill in self._counts_now())
+        return 2 * self._as_came(pages, "key_dim")
 
     @property
     def full_fp16_bytes_total(self) -> int:

@@ -16,7 +16,12 @@ from vq_adapters import TransformKVCache, attention_hook
 from vq_functional.core.transform import Transform
 
 PLAIN_ROWS = "rows"
-ALL = {**TRANSFORMS, PLAIN_ROWS: vq.rows()}
+CODED_WINDOW = "sliding_window over turboquant_mse"
+ALL = {
+    **TRANSFORMS,
+    CODED_WINDOW: vq.sliding_window(window_size=16, key=vq.turboquant_mse_codec(bits=3)),
+    PLAIN_ROWS: vq.rows(),
+}
 HEADS, DIM = 2, 64
 FIELDS = ("queries", "keys", "values")
 
@@ -370,6 +375,14 @@ def test_left_padding_leaves_no_trace(name: str, chunks: tuple[int, ...]) -> Non
                 assert mx.allclose(together[row, :, n - count :], singles[row].step(count)[0], atol=1e-4)
         done += n
     same_steps(batch, singles, 20)
+
+
+def test_a_window_takes_nothing_from_a_call_of_padding() -> None:
+    cache = TransformKVCache(vq.sliding_window(window_size=16)).to_batch([14])
+    cache.update_and_fetch(*[mx.full((1, HEADS, 5, DIM), 100.0)] * 2)
+    (keys,), (values,) = cache._settled_state().rows.keys, cache._settled_state().rows.values
+    assert mx.array_equal(keys, mx.zeros((1, HEADS, 16, DIM)))
+    assert mx.array_equal(values, mx.zeros((1, HEADS, 16, DIM)))
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -22,7 +22,7 @@ from vq_functional.core.transform import Transform
 from vq_functional.evict.chain import chain
 from vq_functional.evict.mass import MassPolicy
 from vq_functional.ops.attention import LOWEST
-from vq_functional.ops.rows import pick, token_order, top_mask
+from vq_functional.ops.rows import pick, put, token_order, top_mask
 from vq_functional.ops.vectors import norm
 
 WINDOW = 32  # tokens: the newest chunks that are pinned unless told otherwise
@@ -112,7 +112,7 @@ class ChunkKVPolicy(MassPolicy):
         stays = self._staying(by_chunk(scores).sum(axis=-1), by_chunk(scene.position)[..., 0], scene)
         body = mx.repeat(mx.where(stays, 0.0, -mx.inf), size, axis=-1)
         ranked = mx.pad(body, [(0, 0), (0, 0), (self.n_sink, total - self.n_sink - count * size)])
-        return mx.take_along_axis(ranked, mx.argsort(order, axis=-1), axis=-1)
+        return put(ranked, order, ranked)
 
     def kept(self, tokens: int, rows: int, limit: int) -> int:
         if tokens <= limit:

@@ -256,7 +256,7 @@ class Evicting(Transform):
         if self.policy.most_dropped > 1:
             stays = priority > -mx.inf
             full = mx.arange(held.slots) < stays.sum(axis=-1, keepdims=True)
-            return only(full, moved(only(stays, held), *gap_fillers(stays, self.policy.most_dropped)))
+            return only(full, moved(held, *gap_fillers(stays, self.policy.most_dropped)))
         live = held.position >= 0
         over = live.sum(axis=-1, keepdims=True) > held.limit[:, None, None]
         victim = victim_row(priority, held.position, self.policy.latest)[..., None]

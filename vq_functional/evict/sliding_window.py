@@ -23,7 +23,7 @@ from vq_functional.ops.rows import pick, put, token_order
 class RingState:
     rows: HeldRows  # arrays [B, H, window_size + new, width]
     offset: mx.array  # int32 [B]: tokens seen
-    before: mx.array  # int32 [B]: tokens seen before the last call
+    before: mx.array | None  # int32 [B]: tokens seen before a call of several tokens that has not settled
     layout: Layout = static_field()
     new: int = static_field()  # columns at the end that a call of several tokens put there; 0 once settled
 
@@ -49,7 +49,7 @@ class Ring(Transform):
     def init_state(self, spec: KVSpec, left_padding: mx.array | None = None) -> RingState:
         offset = start_offset(spec.batch, left_padding)
         held = self.store.empty(spec.layout, spec.batch, self.size)
-        return RingState(held, offset, offset, spec.layout, 0)
+        return RingState(held, offset, None, spec.layout, 0)
 
     def write(self, state: RingState, keys: mx.array, values: mx.array, lengths: mx.array | None = None) -> RingState:
         n = keys.shape[2]
@@ -67,18 +67,18 @@ class Ring(Transform):
                 state.rows,
             )
         held = map_leaves(lambda old, x: put(old, slot, x), state.rows, new)
-        return RingState(held, offset, offset, state.layout, 0)
+        return RingState(held, offset, None, state.layout, 0)
 
     def settle(
         self, held: RingState, queries: mx.array, lengths: mx.array | None = None, proxy: bool = False
     ) -> RingState:
-        if held.new == 0:
+        if held.before is None:
             return held
-        slots = mx.arange(self.size)
+        slots, before = mx.arange(self.size), held.before[:, None]
         position = self._in_slots(held.offset)
-        index = mx.where(position >= held.before[:, None], position - held.before[:, None] + self.size, slots)
+        index = mx.where(position >= mx.maximum(before, 0), position - before + self.size, slots)
         kept = map_leaves(lambda x: pick(x, index[:, None]), held.rows)
-        return RingState(kept, held.offset, held.offset, held.layout, 0)
+        return RingState(kept, held.offset, None, held.layout, 0)
 
     def parts(self, held: RingState, fill: Fill | None = None) -> tuple[Parts, Parts]:
         if fill is None:
@@ -89,7 +89,7 @@ class Ring(Transform):
         return self.store.as_parts(held.layout, stored)
 
     def positions(self, held: RingState) -> mx.array:
-        if held.new == 0:
+        if held.before is None:
             return self._in_slots(held.offset)[:, None]
         incoming = query_positions(held.before, held.new)
         incoming = mx.where(incoming < held.offset[:, None], incoming, -1)
