@@ -19,7 +19,6 @@ import csv
 import functools
 import importlib.util
 import itertools
-import os
 import random
 import re
 import statistics
@@ -104,7 +103,7 @@ BUDGETS: dict[str, tuple[Any, str]] = {
     "nestedkv": (NestedKVOptions, "nestedkv_budget"),
     "knorm": (L2NormOptions, "knorm_budget"),
     "curdkv": (CurDKVOptions, "curdkv_budget"),
-    "qfilters": (QFiltersOptions, "qfilters_budget"),
+    "qfilters": (functools.partial(QFiltersOptions, qfilters_on_low_retention="ignore"), "qfilters_budget"),
 }
 METHODS = [name for name in ("streaming_llm", *BUDGETS, "rocketkv") if name in vq.METHODS]
 
@@ -142,10 +141,16 @@ def make_facts(tokenizer: Any, seed: int = 0) -> list[Fact]:
     for name, sentence in FACTS:
         (number, right), *others = itertools.islice(supply, 1 + WRONG)
         ids = encoded(tokenizer, f" {sentence.format(number)}")
-        asked, all_answers = encoded(tokenizer, QUESTION.format(name)), [right, *(wrong for _, wrong in others)]
-        shared = os.path.commonprefix(all_answers)
-        made.append(Fact(ids, asked + shared, [answer[len(shared) :] for answer in all_answers]))
+        asked, said = encoded(tokenizer, QUESTION.format(name)), [right, *(wrong for _, wrong in others)]
+        shared = same_start(said)
+        made.append(Fact(ids, asked + right[:shared], [answer[shared:] for answer in said]))
     return made
+
+
+def same_start(texts: Sequence[list[int]]) -> int:
+    """How many tokens all texts begin with alike."""
+    alike = itertools.takewhile(lambda tokens: len(set(tokens)) == 1, zip(*texts))
+    return len(list(alike))
 
 
 def filler(tokenizer: Any, count: int) -> list[list[int]]:
@@ -289,7 +294,7 @@ HEAD = ("method", "budget", "rows held", f"hits of {len(FACTS)}", "mean rank", "
 
 NOTE = f"""
 budget: rows that a head may keep; rows held: after the prompt, mean over the layers. Rank 1 of {1 + WRONG} is a hit;
-a cache that has lost a fact has a rank of {1 + WRONG / 2:.1f} on average."""
+a blind guess has rank {1 + WRONG / 2:.1f} on average."""
 
 
 def line(r: Result) -> str:
@@ -343,10 +348,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the numbers (default: %(default)s)")
     parser.add_argument("--csv", type=Path, metavar="PATH", help="also write the results here")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="also draw hits against budget; needs matplotlib")
-    args = parser.parse_args(argv)
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error('--plot needs matplotlib: pip install "vq-functional[plots]"')
-    return args
+    return parser.parse_args(argv)
 
 
 def whole_numbers(text: str) -> list[int]:
@@ -365,6 +367,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = entries(args.methods, args.budgets)
     if not chosen:
         raise SystemExit(f"no method matches {args.methods!r}; there are: {', '.join([PLAIN, *METHODS])}")
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        raise SystemExit('--plot needs matplotlib: pip install "vq-functional[plots]"')
     if slow_blas():
         say(HINT)
     model, tokenizer = load_model(args.model)

@@ -33,12 +33,34 @@ from oracle import (
     to_numpy,
 )
 
-from vq_functional import QuantizerConfigError, h2o, rows
-from vq_functional.evict.keyformer import keyformer, keyformer_policy
+from vq_functional import QuantizerConfigError, Transform, h2o, rows
+from vq_functional.evict import keyformer as module
+from vq_functional.evict.keyformer import keyformer_policy
 
 GROUPS = st.sampled_from([None, 1, 2])  # queries a KV head; None: keys stand in
 KINDS = pytest.mark.parametrize("group", [None, 2], ids=["keys", "queries"])
 CUTS = pytest.mark.parametrize("pattern", [[60], [1] * 60, [30, 1, 1, 28]], ids=["once", "decode", "chunks"])
+
+
+def keyformer(**options: Any) -> Transform:
+    """The rule without a window of its own for real queries, unless one is asked for."""
+    return module.keyformer(**{"recent_share": 0.0, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "window"), [({}, 6), ({"recent_share": 0.5}, 10), ({"recent": 2}, 2), ({"recent_share": 0.9}, 15)]
+)
+def test_real_queries_leave_a_share_of_the_budget_to_the_newest_rows(options: dict[str, Any], window: int) -> None:
+    stream, transform = make_stream(8, 70, group=2), module.keyformer(budget=20, tau=0, **options)
+    for pattern in ([70], [40] + [1] * 30):
+        for head in held_positions(transform, feed(transform, stream, pattern))[0]:
+            assert set(range(70 - window, 70)) <= set(head)
+
+
+def test_standing_in_keys_have_no_window() -> None:
+    stream = make_stream(9, 60)
+    states = [feed(one, stream, [60]) for one in (module.keyformer(budget=20), keyformer(budget=20))]
+    assert same(*states)
 
 
 @functools.cache

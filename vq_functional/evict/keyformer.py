@@ -5,8 +5,8 @@ softmax of temperature `tau`, and rows sum what queries give them. Without them
 the keys stand in as in h2o, and the choice adds `tau` times one noise for each
 head and position. No noise is stored: it follows from seed and positions.
 
-Differs from the paper: the first `n_sink` rows are kept, and no newest ones
-unless `recent` says so; the query heads of a KV head share their noise; `tau`
+Differs from the paper: the first `n_sink` rows are kept, and without queries no
+newest ones unless `recent` says so; the query heads of a KV head share their noise; `tau`
 goes by position, prompt included; a call of several tokens selects once.
 """
 
@@ -26,6 +26,7 @@ from vq_functional.evict.scoring import attention_mass
 from vq_functional.ops.attention import LOWEST
 
 HOTTEST, COLDEST = 1e30, 1e-20
+PAPER_SHARE = 0.3  # of the budget: the newest rows of the paper's code
 
 
 @attrs.frozen(kw_only=True)
@@ -34,7 +35,8 @@ class KeyformerOptions:
 
     The temperature goes from `tau_init` at token 0 to `tau_end` at token
     `anneal_steps`, or stays at `tau_init` where that is 0; `tau` holds it
-    constant, and 0 is no noise. `rope_base` is accepted for configurations
+    constant, and 0 is no noise. With real queries the newest `recent_share` of
+    the budget stays; None is the paper's 0.3 where `recent` is 0. `rope_base` is accepted for configurations
     written elsewhere and has no effect: kept rows are never rotated again.
     """
 
@@ -47,6 +49,7 @@ class KeyformerOptions:
     anneal_steps: int = 0
     rope_base: float = 10000.0
     seed: int = 0
+    recent_share: float | None = None
     protect: Spans = protect_field("keyformer")
 
     def __attrs_post_init__(self) -> None:
@@ -54,6 +57,9 @@ class KeyformerOptions:
         for field in ("tau", "tau_init", "tau_end"):
             if field != "tau" or self.tau is not None:
                 _check_temperature(field, getattr(self, field))
+        share = self.recent_share
+        number = share is None or (isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share < 1)
+        check(number, "keyformer", "recent_share", "must be None or a number in [0, 1)", share)
         check_int("keyformer", "anneal_steps", self.anneal_steps, 0)
         check_number("keyformer", "rope_base", self.rope_base, 0)
         whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
@@ -73,7 +79,15 @@ class KeyformerPolicy(MassPolicy):
     tau_end: float = 1.0
     anneal_steps: int = 0
     seed: int = 0
+    recent_share: float = 0.0
     name = "keyformer"
+
+    def protected(self, scene: Scene) -> mx.array:
+        safe = super().protected(scene)
+        if scene.proxy or self.recent_share == 0:
+            return safe
+        newest = mx.minimum((scene.limit * self.recent_share).astype(mx.int32), scene.limit - self.shielded - 1)
+        return safe | (scene.position >= (scene.offset - newest)[:, None, None])
 
     @property
     def noiseless(self) -> bool:
@@ -157,7 +171,8 @@ def keyformer_policy(**options: Any) -> KeyformerPolicy:
     """Rows with the most attention mass, noise included, stay; options as in KeyformerOptions."""
     o = KeyformerOptions(**options)
     start, end = (o.tau_init, o.tau_end) if o.tau is None else (o.tau, o.tau)
-    return KeyformerPolicy(o.budget, o.n_sink, o.recent, o.protect, 1.0, start, end, o.anneal_steps, o.seed)
+    share = o.recent_share if o.recent_share is not None else PAPER_SHARE if o.recent == 0 else 0.0
+    return KeyformerPolicy(o.budget, o.n_sink, o.recent, o.protect, 1.0, start, end, o.anneal_steps, o.seed, share)
 
 
 def keyformer(**options: Any) -> Transform:
