@@ -240,14 +240,16 @@ def read(model: Any, prompt: Sequence[int], entry: Entry, repeat: Sequence[int])
 
 
 def log_likelihoods(model: Any, caches: Sequence[Any], fact: Fact) -> list[float]:
-    """Of each answer after the question; `caches` stay as they are."""
+    """Of each answer after the question, in steps of one token, as in generation; `caches` stay as they are."""
     caches, ids = copy.deepcopy(list(caches)), mx.array(fact.answers)
     logits = model(mx.array([fact.question]), cache=caches)[:, -1:]
-    logits = mx.repeat(logits, len(ids), axis=0)
-    if ids.shape[1] > 1:
-        batch = float16_rows(cache.merge([cache] * len(ids)) for cache in caches)
-        logits = mx.concatenate([logits, model(ids[:, :-1], cache=batch)], axis=1)
-    found: Any = mx.take_along_axis(log_softmax(logits), ids[..., None], axis=-1).sum(axis=(1, 2)).tolist()
+    rows = [mx.repeat(logits, len(ids), axis=0)]
+    batch = float16_rows(cache.merge([cache] * len(ids)) for cache in caches)
+    for i in range(ids.shape[1] - 1):
+        rows.append(model(ids[:, i : i + 1], cache=batch))
+        mx.eval(rows[-1])
+    scores = mx.take_along_axis(log_softmax(mx.concatenate(rows, axis=1)), ids[..., None], axis=-1)
+    found: Any = scores.sum(axis=(1, 2)).tolist()
     return found
 
 

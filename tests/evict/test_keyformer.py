@@ -174,7 +174,7 @@ def test_protected_spans_stay(seed: int, chosen: dict[str, Any], data: st.DataOb
     assert all(seen <= set(held) for held in held_positions(transform, feed(transform, stream, pattern))[0])
 
 
-@pytest.mark.parametrize("pattern", [[80], [25, 55], [24, 24, 32], [1, 49, 30]], ids=str)
+@pytest.mark.parametrize("pattern", [[80], [25, 55], [28, 28, 24], [1, 49, 30]], ids=str)
 def test_long_calls_settle_24_keys_at_a_time(pattern: list[int]) -> None:
     """Each piece at the temperature of its own last token."""
     ramp = {"tau_init": 0.0, "tau_end": 6.0, "anneal_steps": 70}
@@ -474,7 +474,7 @@ def test_left_padding_gives_no_mass(
 
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 def test_padding_of_a_long_call_moves_no_piece(left: bool) -> None:
-    """A row's 24 keys are counted from its own first token."""
+    """A row's 28 keys are counted from its own first token."""
     ramp = {"tau_init": 1.0, "tau_end": 3.0, "anneal_steps": 50}
     calls = [Call(60, (60, 49), left), Call(1, (1, 1), left), Call(30, (30, 30), left)]
     assert agrees(make_stream(14, 91, batch=2), calls, budget=8, n_sink=2, recent=3, **ramp)
