@@ -183,7 +183,7 @@ def test_log_likelihoods_of_a_model_that_adds():
     fact = needle.Fact([], [3, 4], [[3, 6, 5], [3, 6, 4], [0, 3, 6], [1, 1, 1]])
     found = needle.log_likelihoods(model, [cache], fact)
     assert found == pytest.approx([logarithms(hits, 3) for hits in (3, 2, 2, 0)], abs=1e-5)
-    assert model.calls == [[[3, 4]], [[3, 6], [3, 6], [0, 3], [1, 1]]]
+    assert model.calls == [[[3, 4]], [[3], [3], [0], [1]], [[6], [6], [3], [1]]]
     assert cache.rows == [[1, 2]]
 
 
@@ -269,7 +269,7 @@ def test_the_prompt_is_read_in_chunks_and_real_queries_settle_them(monkeypatch):
     facts = needle.make_facts(tokenizer)[:1]
     result = needle.measure(model, list(range(100)), facts, needle.Entry("h2o", BUDGET), [])
     question, answers = len(facts[0].question), len(facts[0].answers)
-    assert lengths == [(1, 4, 40), (1, 4, 40), (1, 4, 20), (1, 4, question), (answers, 4, 3)]
+    assert lengths == [(1, 4, 40), (1, 4, 40), (1, 4, 20), (1, 4, question), *[(answers, 4, 1)] * 3]
     assert result.rows == BUDGET
     assert type(model.layers[0].self_attn) is llama.Attention  # as it was
 
