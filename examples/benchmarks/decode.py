@@ -51,6 +51,7 @@ from vq_adapters import (
     KVCacheBuilder,
     KVCacheConfig,
     KVzipCache,
+    LayerGroup,
     RocketKVOptions,
     TransformKVCache,
     attention_hook,
@@ -94,7 +95,11 @@ class Entry:
         """One fresh cache a layer; keys and values come in as 16 bits."""
         if isinstance(self.cache, KVCacheConfig):
             return float16_rows(KVCacheBuilder.for_model(model, self.cache))
-        return float16_rows(self.cache(layer) for layer in range(len(model.layers)))
+        caches, group = [self.cache(layer) for layer in range(len(model.layers))], LayerGroup()
+        for layer, cache in enumerate(caches):
+            if isinstance(cache, TransformKVCache):
+                cache.join(group, layer)
+        return float16_rows(caches)
 
     def attention(self, model: Any) -> contextlib.AbstractContextManager[Any]:
         """The hook, for the rows that use it."""
@@ -112,12 +117,12 @@ def entries() -> list[Entry]:
         *_transform("turboquant_rvq", lambda layer: vq.turboquant_rvq(seed=42 + layer), (False, True)),
         *_transform("turboquant_mse", lambda layer: vq.turboquant_mse(seed=42 + layer), (False, True)),
         *_transform("qjl", lambda layer: vq.qjl(seed=42 + layer), (False, True)),
-        *_transform("rows of 4-bit codes", lambda layer: _codes(4, 4, layer), (False, True)),
+        *_transform("rows of 4-bit codes", lambda layer: codes(4, 4, layer), (False, True)),
         *_transform("streaming_llm 4+124", lambda layer: vq.streaming_llm(n_sink=4, window_size=124), (False,)),
         *(entry for name in EVICTING for entry in _budgeted(name)),
         Entry("kvzip 128, second pass", _config("kvzip"), True, _second_pass),
         *_configured("rocketkv", KVCacheConfig(method="rocketkv", options=RocketKVOptions()), (False, True)),
-        *(entry for name, budget in OVER_CODES.items() for entry in (_tight(name), _over_codes(name, budget))),
+        *(entry for name, budget in OVER_CODES.items() for entry in (_tight(name), _overcodes(name, budget))),
     ]
 
 
@@ -152,18 +157,18 @@ def _transform(name: str, transform: Callable[[int], Transform], hooks: Sequence
     return [Entry(name, lambda layer: TransformKVCache(transform(layer)), hook) for hook in hooks]
 
 
-def _codes(key_bits: int, value_bits: int, layer: int) -> RowStore:
+def codes(key_bits: int, value_bits: int, layer: int) -> RowStore:
     """Keys and values as TurboQuant codes, each turned by a rotation of its own."""
     key = vq.turboquant_mse_codec(bits=key_bits, seed=42 + layer, unbiased=key_bits != value_bits)
     return vq.rows(key=key, value=vq.turboquant_mse_codec(bits=value_bits, seed=1042 + layer))
 
 
-def _over_codes(method: str, budget: int) -> Entry:
+def _overcodes(method: str, budget: int) -> Entry:
     """The method over rows of 3 bits a number: 4 for keys, 2 for values."""
     policy = getattr(vq, f"{method}_policy")(budget=budget)
 
     def cache(layer: int) -> TransformKVCache:
-        return TransformKVCache(vq.chain(policy, _codes(4, 2, layer)))
+        return TransformKVCache(vq.chain(policy, codes(4, 2, layer)))
 
     return Entry(f"{method} {budget} over 3-bit codes", cache, True)
 
@@ -332,12 +337,12 @@ def csv_lines(path: Path | None, setting: dict[str, Any]) -> Iterator[Callable[[
         yield add
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure the chosen rows and print them as they come."""
+def main(argv: Sequence[str] | None = None, rows: Callable[[], list[Entry]] = entries) -> None:
+    """Measure the chosen `rows` and print them as they come."""
     args = parse(argv)
-    chosen = [entry for entry in entries() if re.search(args.methods, entry.label)]
+    chosen = [entry for entry in rows() if re.search(args.methods, entry.label)]
     if not chosen:
-        raise SystemExit(f"no row matches {args.methods!r}; there are: {'; '.join(entry.label for entry in entries())}")
+        raise SystemExit(f"no row matches {args.methods!r}; there are: {'; '.join(entry.label for entry in rows())}")
     if args.threads:
         set_threads(args.threads)
     steps = PEAK_STEPS if args.peak else args.steps

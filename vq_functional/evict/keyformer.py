@@ -6,8 +6,9 @@ the keys stand in as in h2o, and the choice adds `tau` times one noise for each
 head and position. No noise is stored: it follows from seed and positions.
 
 Differs from the paper: the first `n_sink` rows are kept, and without queries no
-newest ones unless `recent` says so; the query heads of a KV head share their noise; `tau`
-goes by position, prompt included; a call of several tokens selects once.
+newest ones unless `recent` says so; the query heads of a KV head share their
+noise; `tau` goes by position, prompt included; a call of several tokens selects
+once.
 """
 
 import functools
@@ -36,8 +37,9 @@ class KeyformerOptions:
     The temperature goes from `tau_init` at token 0 to `tau_end` at token
     `anneal_steps`, or stays at `tau_init` where that is 0; `tau` holds it
     constant, and 0 is no noise. With real queries the newest `recent_share` of
-    the budget stays; None is the paper's 0.3 where `recent` is 0. `rope_base` is accepted for configurations
-    written elsewhere and has no effect: kept rows are never rotated again.
+    the budget stays; None is the paper's 0.3 where `recent` is 0. `rope_base` is
+    accepted for configurations written elsewhere and has no effect: kept rows
+    are never rotated again.
     """
 
     budget: int = 512
