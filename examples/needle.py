@@ -1,7 +1,7 @@
 """Facts in a long text, asked for once its cache is compressed: which methods still find them?
 
     python examples/needle.py --methods "plain|h2o|snapkv" --budgets 128
-    python examples/needle.py --csv needle.csv --plot needle.png
+    python examples/needle.py --jobs 8 --csv needle.csv --plot needle.png
 
 Eight sentences with a number each lie at even depths of English prose. A method
 reads the text once and evicts as it goes, not knowing the questions. Each is
@@ -19,13 +19,17 @@ import csv
 import functools
 import importlib.util
 import itertools
+import math
+import multiprocessing
+import os
 import random
 import re
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -45,31 +49,12 @@ from measuring import (
     table_line,
 )
 from prose import english
-from vq_adapters import (
-    CaMOptions,
-    ChunkKVOptions,
-    CurDKVOptions,
-    H2OOptions,
-    KeyformerOptions,
-    KVCacheBuilder,
-    KVCacheConfig,
-    KVzipOptions,
-    L2NormOptions,
-    MorphKVOptions,
-    NestedKVOptions,
-    PyramidKVOptions,
-    QFiltersOptions,
-    QuantizerConfigError,
-    RocketKVOptions,
-    SnapKVOptions,
-    SqueezeAttentionOptions,
-    StreamingLLMOptions,
-    TOVAOptions,
-    attention_hook,
-    kvzip_prefill,
-)
+from vq_adapters import KVCacheBuilder, KVCacheConfig, QuantizerConfigError, attention_hook, kvzip_prefill
+from vq_adapters.options import OPTIONS
 
 PLAIN = "plain"
+NO_FACTS = "plain, no facts"  # the same prose without them: what a guess is worth
+METHODS = [method.name for method in vq.METHODS.values() if "evicts" in method.traits]
 CHUNK = 1024  # tokens of the prompt that are read at a time
 START = 100  # first sentence of the prose
 WRONG = 15  # numbers beside the right one
@@ -87,25 +72,6 @@ FACTS = (
 )
 QUESTION = "\n\nWhat is the secret number of {0}? The secret number of {0} is"
 REPEAT = "\n\nRepeat the previous text exactly:"  # what kvzip has the model do
-
-# The options class of a method and its field for the rows that a head may keep.
-BUDGETS: dict[str, tuple[Any, str]] = {
-    "h2o": (H2OOptions, "h2o_budget"),
-    "snapkv": (SnapKVOptions, "snap_budget"),
-    "tova": (TOVAOptions, "tova_budget"),
-    "pyramidkv": (PyramidKVOptions, "pyramid_budget"),
-    "squeeze": (SqueezeAttentionOptions, "squeeze_budget"),
-    "chunkkv": (ChunkKVOptions, "chunkkv_budget"),
-    "cam": (CaMOptions, "cam_budget"),
-    "keyformer": (KeyformerOptions, "keyformer_budget"),
-    "morphkv": (MorphKVOptions, "morphkv_budget"),
-    "kvzip": (KVzipOptions, "kvzip_budget"),
-    "nestedkv": (NestedKVOptions, "nestedkv_budget"),
-    "knorm": (L2NormOptions, "knorm_budget"),
-    "curdkv": (CurDKVOptions, "curdkv_budget"),
-    "qfilters": (functools.partial(QFiltersOptions, qfilters_on_low_retention="ignore"), "qfilters_budget"),
-}
-METHODS = [name for name in ("streaming_llm", *BUDGETS, "rocketkv") if name in vq.METHODS]
 
 
 def encoded(tokenizer: Any, text: str) -> list[int]:
@@ -192,29 +158,26 @@ def make_prompt(tokenizer: Any, facts: Sequence[Fact], count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Entry:
-    """A method with a budget of rows a head; the plain cache has none."""
+    """A method with a budget of rows a head; plain caches have none."""
 
     method: str
     budget: int | None = None
 
-    @property
-    def label(self) -> str:
-        return self.method if self.budget is None else f"{self.method} {self.budget}"
-
 
 def entries(pattern: str, budgets: Sequence[int]) -> list[Entry]:
     """Methods whose name matches, each with all budgets; the plain cache first."""
-    plain = [Entry(PLAIN)] if re.search(pattern, PLAIN) else []
-    return plain + [Entry(name, budget) for name in METHODS if re.search(pattern, name) for budget in budgets]
+    every = [Entry(PLAIN), Entry(NO_FACTS), *itertools.starmap(Entry, itertools.product(METHODS, budgets))]
+    return [entry for entry in every if re.search(pattern, entry.method)]
 
 
 def options(method: str, budget: int, tokens: int) -> Any:
     """Options with which a method keeps `budget` rows of a prompt of `tokens`."""
+    kind = OPTIONS[method]
     if method == "streaming_llm":
-        return StreamingLLMOptions(stream_n_sink=SINKS, stream_window_size=budget - SINKS)
-    if method == "rocketkv":  # keeps more, of which a generated token reads so many
-        return RocketKVOptions(rocketkv_compression_ratio=tokens / budget)
-    kind, field = BUDGETS[method]
+        return kind(stream_n_sink=SINKS, stream_window_size=budget - SINKS)
+    if method == "rocketkv":  # holds more, of which a generated token reads so many
+        return kind(rocketkv_compression_ratio=tokens / budget)
+    field = next(field.name for field in fields(kind) if field.name.endswith("_budget"))
     return kind(**{field: budget})
 
 
@@ -227,7 +190,7 @@ def fresh_caches(model: Any, entry: Entry, tokens: int) -> list[Any]:
 
 
 def read(model: Any, prompt: Sequence[int], entry: Entry, repeat: Sequence[int]) -> list[Any]:
-    """Caches that have seen the prompt, and keep what the method keeps of it."""
+    """Caches that have seen the prompt, and hold what the method keeps of it."""
     caches, ids = fresh_caches(model, entry, len(prompt)), mx.array(list(prompt))[None]
     if entry.method == "kvzip":
         kvzip_prefill(model, caches, ids, chunk=CHUNK, instruction=repeat)
@@ -261,80 +224,141 @@ def rank(scores: Sequence[float]) -> int:
 
 @dataclass(frozen=True)
 class Result:
-    """A line of the CSV file. `ranks` are in the order of the prompt; `rows` is the mean over the layers."""
+    """What a method kept and found; ranks are in the order of the prompt."""
 
     method: str
     budget: int | None
-    rows: float
-    hits: int
-    mean_rank: float
-    ranks: str
-    seconds: float
+    rows: float  # held after the prompt, mean over the layers
+    ranks: tuple[int, ...]
+
+    @property
+    def hits(self) -> int:
+        return self.ranks.count(1)
+
+    @property
+    def mean_rank(self) -> float:
+        return statistics.fmean(self.ranks)
 
 
-def measure(model: Any, prompt: Sequence[int], facts: Sequence[Fact], entry: Entry, repeat: Sequence[int]) -> Result:
+@dataclass(frozen=True)
+class Task:
+    """What every method is given."""
+
+    model: Any
+    facts: list[Fact]
+    prompt: list[int]
+    prose: list[int]  # as many tokens without the facts
+    repeat: list[int]
+
+
+def measure(task: Task, entry: Entry) -> Result:
     """Read the prompt once, then ask for every fact."""
-    start = time.perf_counter()
-    with attention_hook(model):  # caches see the real queries
-        caches = read(model, prompt, entry, repeat)
-        ranks = [rank(log_likelihoods(model, caches, fact)) for fact in facts]
-    return Result(
-        entry.method,
-        entry.budget,
-        statistics.fmean(cache.size() for cache in caches),
-        ranks.count(1),
-        statistics.fmean(ranks),
-        " ".join(map(str, ranks)),
-        time.perf_counter() - start,
-    )
+    with attention_hook(task.model):  # caches see the real queries
+        caches = read(task.model, task.prose if entry.method == NO_FACTS else task.prompt, entry, task.repeat)
+        ranks = [rank(log_likelihoods(task.model, caches, fact)) for fact in task.facts]
+    return Result(entry.method, entry.budget, statistics.fmean(cache.size() for cache in caches), tuple(ranks))
+
+
+# Several methods at once
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a task follows from."""
+
+    model: str
+    tokens: int
+    seed: int
+
+
+@functools.cache
+def prepared(setting: Setting) -> Task:
+    """The task, made once a process."""
+    model, tokenizer = load_model(setting.model)
+    facts = make_facts(tokenizer, setting.seed)
+    prompt, prose = (make_prompt(tokenizer, sentences, setting.tokens) for sentences in (facts, []))
+    return Task(model, facts, prompt, prose, encoded(tokenizer, REPEAT))
+
+
+def one_result(setting: Setting, entry: Entry) -> Result | None:
+    """What `measure` finds; None, with the reason on stderr, for a budget that the method refuses."""
+    progress(f"{entry.method}, {entry.budget or 'all'} rows")
+    task = prepared(setting)
+    try:
+        return measure(task, entry)
+    except QuantizerConfigError as error:
+        progress(f"left out: {error}")
+        return None
+
+
+def all_results(setting: Setting, chosen: Sequence[Entry], jobs: int) -> Iterator[Result]:
+    """Results as they come, from `jobs` processes with a model each; from this one if that is 1."""
+    if jobs == 1:
+        yield from filter(None, (one_result(setting, entry) for entry in chosen))
+        return
+    # mlx compiles for a CPU into files that all processes share, and loads what another has half written.
+    os.environ |= {"MLX_DISABLE_COMPILE": "1", "OPENBLAS_NUM_THREADS": str(max((os.cpu_count() or 1) // jobs, 1))}
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        waiting = [pool.submit(one_result, setting, entry) for entry in chosen]
+        yield from filter(None, (done.result() for done in as_completed(waiting)))
+
+
+def progress(text: str) -> None:
+    """A line with the time of day, apart from the table."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
 # What is shown
 
-
-HEAD = ("method", "budget", "rows held", f"hits of {len(FACTS)}", "mean rank", "ranks, first fact to last", "seconds")
+HEAD = ("method", "budget", "rows", "hits", "mean rank", "ranks")
 
 NOTE = f"""
-budget: rows that a head may keep; rows held: after the prompt, mean over the layers. Rank 1 of {1 + WRONG} is a hit;
-a blind guess has rank {1 + WRONG / 2:.1f} on average."""
+budget: rows that a head may keep; rows: held after the prompt, mean over the layers. rocketkv holds more than its
+budget, and a generated token reads so many of them. Ranks are in the order of the text: 1 of {1 + WRONG} is a hit."""
 
 
-def line(r: Result) -> str:
-    """The table's line of a result."""
-    budget = "all" if r.budget is None else r.budget
-    return table_line([r.method, budget, f"{r.rows:.0f}", r.hits, f"{r.mean_rank:.2f}", r.ranks, f"{r.seconds:.0f}"])
+def cells(result: Result) -> list[object]:
+    """A result under HEAD."""
+    budget, ranks = result.budget or "all", " ".join(map(str, result.ranks))
+    return [result.method, budget, f"{result.rows:.0f}", result.hits, f"{result.mean_rank:.2f}", ranks]
 
 
-def write_csv(path: Path, results: Sequence[Result], setting: dict[str, Any]) -> None:
+def write_csv(path: Path, results: Sequence[Result], setting: Setting) -> None:
     """All results so far, each with the setting."""
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*(field.name for field in fields(Result)), *setting])
-        writer.writeheader()
-        writer.writerows({**asdict(result), **setting} for result in results)
+        writer = csv.writer(file)
+        writer.writerow([*HEAD, *(field.name for field in fields(Setting))])
+        writer.writerows([*cells(result), *astuple(setting)] for result in results)
 
 
-def plot(path: Path, results: Sequence[Result]) -> None:
-    """Hits against budget, a curve a method."""
+def by_method(results: Sequence[Result], budgets: Sequence[int]) -> dict[str, list[Result | None]]:
+    """Each method's results in the order of `budgets`; one without a budget is the same at all of them."""
+    found = {(result.method, result.budget): result for result in results}
+    methods = dict.fromkeys(result.method for result in results)
+    return {name: [found.get((name, budget)) or found.get((name, None)) for budget in budgets] for name in methods}
+
+
+def summary(results: Sequence[Result], budgets: Sequence[int]) -> str:
+    """A table of hits, and of mean ranks in brackets: a line a method, a column a budget."""
+    lines = [table_head(["method", *map(str, budgets)])]
+    for name, row in by_method(results, budgets).items():
+        lines.append(table_line([name, *(f"{r.hits} ({r.mean_rank:.1f})" if r else "" for r in row)]))
+    return "\n".join(lines)
+
+
+def plot(path: Path, results: Sequence[Result], budgets: Sequence[int]) -> None:
+    """Ranks as colors, a panel a budget: a line a method, a column a fact, from the start of the text to its end."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
-    curves: dict[str, list[Result]] = {}
-    for result in results:
-        curves.setdefault(result.method, []).append(result)
-    for number, (method, points) in enumerate(curves.items()):
-        if points[0].budget is None:
-            axes.axhline(points[0].hits, color="black", linestyle="--", label=method)
-            continue
-        points = sorted(points, key=lambda result: result.budget or 0)
-        style = {"color": f"C{number % 10}", "marker": "osD"[number // 10 % 3]}
-        axes.plot([p.budget for p in points], [p.hits for p in points], label=method, **style)
-    budgets = sorted({result.budget for result in results if result.budget is not None})
-    if budgets:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(budgets, [str(budget) for budget in budgets])
-    axes.set(xlabel="rows that a head may keep", ylabel=f"facts found, of {len(FACTS)}", ylim=(-0.3, len(FACTS) + 0.3))
-    figure.legend(loc="outside right upper")
+    table, lost = by_method(results, budgets), [math.nan] * len(FACTS)
+    figure = Figure(figsize=(2 + 1.8 * len(budgets), 1.2 + 0.25 * len(table)), layout="constrained")
+    panels = figure.subplots(1, len(budgets), sharey=True, squeeze=False)[0]
+    for panel, budget, column in zip(panels, budgets, zip(*table.values())):
+        ranks = [result.ranks if result else lost for result in column]
+        image = panel.imshow(ranks, cmap="viridis_r", vmin=1, vmax=1 + WRONG, aspect="auto")
+        panel.set(title=f"{budget} rows", xlabel="fact", xticks=range(len(FACTS)), xticklabels=range(1, 1 + len(FACTS)))
+    panels[0].set_yticks(range(len(table)), list(table))
+    figure.colorbar(image, ax=panels, label="rank of the right number")
     figure.savefig(path)
 
 
@@ -348,8 +372,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--budgets", type=whole_numbers, default="64,128,256,512,1024", help="(default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=3000, help="of the prompt (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the numbers (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, with a model each (default: %(default)s)")
     parser.add_argument("--csv", type=Path, metavar="PATH", help="also write the results here")
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="also draw hits against budget; needs matplotlib")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="also draw the ranks; needs matplotlib")
     return parser.parse_args(argv)
 
 
@@ -358,40 +383,28 @@ def whole_numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def progress(started: float, text: str) -> None:
-    """A line with the time, apart from the table."""
-    print(f"[{time.perf_counter() - started:5.0f} s] {text}", file=sys.stderr, flush=True)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Ask the chosen methods for the facts and print what they find as it comes."""
-    args, say = parse(argv), functools.partial(progress, time.perf_counter())
+    args = parse(argv)
     chosen = entries(args.methods, args.budgets)
     if not chosen:
         raise SystemExit(f"no method matches {args.methods!r}; there are: {', '.join([PLAIN, *METHODS])}")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         raise SystemExit('--plot needs matplotlib: pip install "vq-functional[plots]"')
     if slow_blas():
-        say(HINT)
-    model, tokenizer = load_model(args.model)
-    facts = make_facts(tokenizer, args.seed)
-    prompt = make_prompt(tokenizer, facts, args.tokens)
-    print(f"{args.model}, {machine()}; {len(facts)} facts in {args.tokens} tokens, read {CHUNK} at a time\n")
+        progress(HINT)
+    setting, results = Setting(args.model, args.tokens, args.seed), []
+    print(f"{args.model}, {machine()}; {len(FACTS)} facts in {args.tokens} tokens, read {CHUNK} at a time\n")
     print(table_head(HEAD), flush=True)
-    setting, results = {"model": args.model, "tokens": args.tokens, "seed": args.seed}, []
-    for number, entry in enumerate(chosen, 1):
-        say(f"{number} of {len(chosen)}: {entry.label}")
-        try:
-            results.append(measure(model, prompt, facts, entry, encoded(tokenizer, REPEAT)))
-        except QuantizerConfigError as error:
-            say(f"left out: {error}")
-            continue
-        print(line(results[-1]), flush=True)
+    for result in all_results(setting, chosen, args.jobs):
+        print(table_line(cells(result)), flush=True)
+        results.append(result)
+        results.sort(key=lambda result: chosen.index(Entry(result.method, result.budget)))
         if args.csv:
             write_csv(args.csv, results, setting)
+    print(f"{NOTE}\n\n{summary(results, args.budgets)}")
     if args.plot:
-        plot(args.plot, results)
-    print(NOTE)
+        plot(args.plot, results, args.budgets)
 
 
 if __name__ == "__main__":

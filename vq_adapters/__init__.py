@@ -71,7 +71,7 @@ from vq_adapters.prompt_classes import (
     RocketKVKVCache,
     SnapKVKVCache,
 )
-from vq_adapters.vectors import KVCache, QJLKVCache, SlidingWindowKVCache, TurboQuantKVCache
+from vq_adapters.vectors import KVCache, PolarQuantKVCache, QJLKVCache, SlidingWindowKVCache, TurboQuantKVCache
 from vq_functional.core.errors import QuantizerConfigError
 
 files.register()
@@ -121,6 +121,7 @@ __all__ = [
     "NestedKVCache",
     "NestedKVOptions",
     "PALUOptions",
+    "PolarQuantKVCache",
     "PyramidKVCache",
     "PyramidKVOptions",
     "QFiltersKVCache",

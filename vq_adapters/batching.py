@@ -1,74 +1,96 @@
-"""Batches of TransformKVCache: every array of a state has the batch on axis 0, so rows join and part as they are."""
+"""BatchedState: one class is single cache and batch cache, since every array of a state has the batch on axis 0."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import mlx.core as mx
+from typing_extensions import Self
 
+from vq_adapters.counted import spread
+from vq_adapters.settling import SettlingState
 from vq_functional.core.errors import check
 from vq_functional.core.spec import KVSpec, Layout
 from vq_functional.core.transform import Fill, Transform
 from vq_functional.core.tree import map_leaves
 
-if TYPE_CHECKING:
-    from vq_adapters.cache import TransformKVCache
 
+class BatchedState(SettlingState):
+    """Rows of the batch join and part as they are."""
 
-def merge(caches: Sequence[TransformKVCache]) -> TransformKVCache:
-    """One batch cache; entries may be empty or of different lengths."""
-    transform = caches[0].transform
-    for cache in caches:
-        check(cache.transform == transform, "merge", "caches", "must be of one method and options", cache.transform)
-    batch = caches[0]._fresh(("merge", *(id(cache._group) for cache in caches)))
-    batch._batched = True
-    batch._hooked = next((one for one in (True, False) if any(cache._hooked is one for cache in caches)), None)
-    batch._state = _joined(transform, [(cache._settled_state(), len(cache._fills)) for cache in caches])
-    batch._fills = [fill for cache in caches for fill in cache._fills]
-    return batch
+    @classmethod
+    def merge(cls, caches: Sequence[Self]) -> Self:
+        """One batch cache of several caches of a layer, empty ones and ones of other lengths included."""
+        transform = caches[0].transform
+        for cache in caches:
+            same = cache.transform == transform
+            check(same, "merge", "caches", "must be of one method and options", cache.transform)
+        batch = caches[0]._fresh(("merge", *(id(cache._group) for cache in caches)))
+        batch._batched = True
+        batch._hooked = next((one for one in (True, False) if any(cache._hooked is one for cache in caches)), None)
+        batch._state = _joined(transform, [(cache._settled_state(), len(cache._fills)) for cache in caches])
+        batch._fills = [fill for cache in caches for fill in cache._fills]
+        return batch
 
+    def extend(self, other: Self) -> None:
+        """Add the rows of another batch cache of this layer after these, in place."""
+        joined = self.merge([self, other])
+        self._state, self._fills, self._batched = joined._state, joined._fills, True
+        self._remaining = self._padding = None
 
-def extend(cache: TransformKVCache, other: TransformKVCache) -> None:
-    """Add `other`'s rows after those of `cache`, in place."""
-    joined = merge([cache, other])
-    cache._state, cache._fills, cache._batched = joined._state, joined._fills, True
-    cache._remaining = cache._padding = None
+    def filter(self, keep: Iterable[int] | mx.array) -> None:
+        """Keep the batch rows `keep`, in that order, in place."""
+        listed: Any = keep.tolist() if isinstance(keep, mx.array) else keep
+        rows = [int(row) for row in listed]
+        state, index = self._settled_state(), mx.array(rows, mx.int32)
+        if state is not None:
+            self._state = map_leaves(lambda leaf: leaf[index], state)
+        self._fills = [self._fills[row] for row in rows]
+        self._remaining = self._remaining and [self._remaining[row] for row in rows]
+        self._padding = self._padding and [self._padding[row] for row in rows]
 
+    def extract(self, index: int) -> Self:
+        """A single cache with one batch row; the others are untouched."""
+        single, state = self._fresh(("extract", index)), self._settled_state()
+        single._fills = [self._fills[index]]
+        if state is not None and single._fills[0].tokens > 0:
+            single._state = map_leaves(lambda leaf: leaf[index : index + 1], state)
+        return single
 
-def select(cache: TransformKVCache, keep: Iterable[int] | mx.array) -> None:
-    """Keep some batch rows, in place."""
-    listed: Any = keep.tolist() if isinstance(keep, mx.array) else keep
-    rows = [int(row) for row in listed]
-    state, index = cache._settled_state(), mx.array(rows, mx.int32)
-    if state is not None:
-        cache._state = map_leaves(lambda leaf: leaf[index], state)
-    cache._fills = [cache._fills[row] for row in rows]
-    cache._remaining = cache._remaining and [cache._remaining[row] for row in rows]
-    cache._padding = cache._padding and [cache._padding[row] for row in rows]
+    def prepare(
+        self,
+        *,
+        lengths: Sequence[int] | None = None,
+        right_padding: Sequence[int] | None = None,
+        left_padding: Sequence[int] | None = None,
+    ) -> None:
+        """Announce a padded prompt: `lengths` valid tokens a row, over all its chunks; or padding on the left."""
+        if left_padding is not None and max(left_padding, default=0) > 0:
+            self._pad_left(left_padding)
+        elif lengths is not None:
+            self._batched = True
+            self._fills = spread(self._fills, len(lengths))
+            self._remaining = [int(length) for length in lengths]
 
+    def finalize(self) -> None:
+        """End of a padded prompt."""
+        self._settle()
+        self._remaining = None
 
-def extract(cache: TransformKVCache, index: int) -> TransformKVCache:
-    """One row as a single cache; the others are untouched."""
-    single, state = cache._fresh(("extract", index)), cache._settled_state()
-    single._fills = [cache._fills[index]]
-    if state is not None and single._fills[0].tokens > 0:
-        single._state = map_leaves(lambda leaf: leaf[index : index + 1], state)
-    return single
+    def to_batch(self, left_padding: Sequence[int]) -> Self:
+        """An empty batch cache for prompts that are padded on the left."""
+        batch = self._fresh("batch")
+        batch._pad_left(left_padding)
+        return batch
 
-
-def pad_left(cache: TransformKVCache, padding: Sequence[int]) -> None:
-    """Make an empty cache a batch whose rows begin with padding."""
-    check(cache.empty(), cache.transform.name, "left_padding", "must be announced before the first token", padding)
-    cache._batched = True
-    cache._fills = [Fill() for _ in padding]
-    cache._padding = [int(pad) for pad in padding] if any(padding) else None
-
-
-def spread(fills: list[Fill], rows: int) -> list[Fill]:
-    """One fill a batch row."""
-    return fills * rows if len(fills) == 1 else fills
+    def _pad_left(self, padding: Sequence[int]) -> None:
+        """Make an empty cache a batch whose rows begin with padding."""
+        check(self.empty(), self.transform.name, "left_padding", "must be announced before the first token", padding)
+        self._batched = True
+        self._fills = [Fill() for _ in padding]
+        self._padding = [int(pad) for pad in padding] if any(padding) else None
 
 
 def _joined(transform: Transform, states: list[tuple[Any, int]]) -> Any:

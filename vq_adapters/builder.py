@@ -194,7 +194,7 @@ class KVCacheBuilder:
 def _one_layer(config: KVCacheConfig) -> TransformKVCache:
     if config.method in CLASSES:
         return CLASSES[config.method](config)
-    return TransformKVCache(config.transform(), max_tokens=config.capacity)
+    return TransformKVCache(config.transform(), max_tokens=config.max_tokens)
 
 
 def rows_kept(transform: Transform) -> int | float | None:

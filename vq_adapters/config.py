@@ -191,6 +191,13 @@ class KVCacheConfig:
         changed = {name: x for name, x in changed.items() if name == "method" or not _same(x, DEFAULTS[name])}
         return f"KVCacheConfig({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens that a cache takes at most: `capacity`, or fewer where the method has a bound of its own."""
+        own = self._uses().get("max_ctx")
+        bounds = (self.capacity, None if own is None else getattr(self, own))
+        return min((bound for bound in bounds if bound is not None), default=None)
+
     def transform(self) -> Transform:
         """The configured transform of one layer.
 
@@ -217,12 +224,14 @@ class KVCacheConfig:
         if self._uses().get("seed") == "seed":
             one.seed = self.seed + layer.number
         one.head_dim = self.head_dim if layer.spec is None else layer.spec.key_dim
+        names = ((self._uses().get(option), self._uses().get(f"resolved_{option}")) for option in PER_LAYER)
+        resolved = {field: outright for field, outright in names if outright is not None}
         for field, entries in self._lists().items():
             rule = f"must have one entry for each of the {layer.count} layers that are replaced"
             check(layer.count is None or len(entries) == layer.count, self.method, field, rule, entries)
             setattr(one, field, entries[layer.index % len(entries)])
-            if field == self._uses().get("budget") and "resolved_budget" in self._uses():
-                setattr(one, self._uses()["resolved_budget"], getattr(one, field))
+            if field in resolved:
+                setattr(one, resolved[field], getattr(one, field))
         for option in BUDGETS:
             one._fit(option)
         return one

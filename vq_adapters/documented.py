@@ -46,7 +46,6 @@ CONFIG_FIELDS: dict[str, Any] = {
 UNBUILT: dict[str, dict[str, Any]] = {
     "vecinfer": {"key_sub_dim": 4, "value_sub_dim": 8, "key_codebook_bits": 12, "value_codebook_bits": 8},
     "spectral": {"key_d_eff": 4, "val_d_eff": 50, "apply_qjl": True, "model_name": "model"},
-    "kivi_sink": {"n_sink": 5},
     "svdq": {"rank": None, "energy_threshold": 0.95, "bit_schedule": (8, 4, 2, 1, 1, 0, 0, 0), "group_size": 32},
     "kitty": {"hi_fraction": 0.25, "hi_bit": 4, "lo_bit": 2, "group_size": 32},
     "adakv": {
@@ -149,14 +148,6 @@ UNBUILT: dict[str, dict[str, Any]] = {
         "codebook": None,
     },
     "anchorkv": {"theta": 0.05, "window": 32, "rho": 0.7, "anchor_frac": 0.0078125, "residual_bits": 2, "seed": 42},
-    "age_tiered": {
-        "recent_boundary": 128,
-        "mid_boundary": 1024,
-        "bits_recent": 8,
-        "bits_mid": 4,
-        "bits_old": 2,
-        "group_size": 32,
-    },
 }
 
 

@@ -8,7 +8,10 @@ from typing import Any
 import mlx.core as mx
 
 from vq_adapters.method_cache import MethodKVCache, ratio
+from vq_adapters.settling import Call
 from vq_functional.core.transform import Transform
+
+KEPT_BYTES = property(lambda cache: cache._held("keys", "values"), doc="Bytes of the keys and values that are kept.")
 
 
 class EvictingKVCache(MethodKVCache):
@@ -52,11 +55,7 @@ class StreamingLLMKVCache(EvictingKVCache):
     """Attention sinks and a window of the newest tokens (`stream_n_sink`, `stream_window_size`)."""
 
     method = "streaming_llm"
-
-    @property
-    def stream_kept_bytes(self) -> int:
-        """Bytes of the keys and values that are kept."""
-        return self._held("keys", "values")
+    stream_kept_bytes = KEPT_BYTES
 
     @property
     def streaming_ratio(self) -> float:
@@ -83,88 +82,56 @@ class H2OKVCache(BudgetKVCache):
     """The rows that attention has used most (`h2o_budget`, `h2o_n_sink`, `h2o_grace`, `h2o_decay`)."""
 
     method = "h2o"
-
-    @property
-    def h2o_kept_bytes(self) -> int:
-        """Bytes of the keys and values that are kept."""
-        return self._held("keys", "values")
+    h2o_kept_bytes = KEPT_BYTES
 
 
 class TOVAKVCache(BudgetKVCache):
     """The rows that the newest token attends to most (`tova_budget`, `tova_n_sink`)."""
 
     method = "tova"
-
-    @property
-    def tova_kept_bytes(self) -> int:
-        """Bytes of the keys and values that are kept."""
-        return self._held("keys", "values")
+    tova_kept_bytes = KEPT_BYTES
 
 
 class KNormKVCache(BudgetKVCache):
     """The rows with the smallest keys (`knorm_budget`, `knorm_keep`)."""
 
     method = "knorm"
-
-    @property
-    def knorm_kept_bytes(self) -> int:
-        """Bytes of the keys and values that are kept."""
-        return self._held("keys", "values")
+    knorm_kept_bytes = KEPT_BYTES
 
 
 class KeyformerKVCache(BudgetKVCache):
     """The rows that attention has used most, with noise (`keyformer_budget`, `keyformer_tau`)."""
 
     method = "keyformer"
-
-    @property
-    def keyformer_kept_bytes(self) -> int:
-        """Bytes of the keys and values that are kept."""
-        return self._held("keys", "values")
+    keyformer_kept_bytes = KEPT_BYTES
 
 
 class MorphKVCache(BudgetKVCache):
     """The rows that the newest tokens attend to most (`morphkv_budget`, `morphkv_window`)."""
 
     method = "morphkv"
-
-    @property
-    def morphkv_kept_bytes(self) -> int:
-        """Bytes of the keys and values that are kept."""
-        return self._held("keys", "values")
+    morphkv_kept_bytes = KEPT_BYTES
 
 
 class KVzipCache(BudgetKVCache):
     """The rows that the context needs to be rebuilt (`kvzip_budget`, `kvzip_probe`)."""
 
     method = "kvzip"
-
-    @property
-    def kvzip_kept_bytes(self) -> int:
-        """Bytes of the keys and values that are kept."""
-        return self._held("keys", "values")
+    kvzip_kept_bytes = KEPT_BYTES
 
 
 class CurDKVCache(BudgetKVCache):
     """The rows that span the attention output (`curdkv_budget`, `curdkv_rank_cap`)."""
 
     method = "curdkv"
-
-    @property
-    def curdkv_kept_bytes(self) -> int:
-        """Bytes of the keys and values that are kept."""
-        return self._held("keys", "values")
+    curdkv_kept_bytes = KEPT_BYTES
 
 
 class NestedKVCache(BudgetKVCache):
     """The rows of a prompt with the most unusual keys (`nestedkv_budget`, `nestedkv_window`)."""
 
     method = "nestedkv"
-
-    @property
-    def nestedkv_kept_bytes(self) -> int:
-        """Bytes of the keys and values that are kept."""
-        return self._held("keys", "values")
+    nestedkv_kept_bytes = KEPT_BYTES
 
 
 class QFiltersKVCache(BudgetKVCache):
@@ -172,14 +139,10 @@ class QFiltersKVCache(BudgetKVCache):
 
     method = "qfilters"
     _warned = False
+    qfilters_kept_bytes = KEPT_BYTES
 
-    @property
-    def qfilters_kept_bytes(self) -> int:
-        """Bytes of the keys and values that are kept."""
-        return self._held("keys", "values")
-
-    def _end_call(self, queries: mx.array | None) -> None:
-        super()._end_call(queries)
+    def _end_call(self, call: Call, queries: mx.array | None) -> None:
+        super()._end_call(call, queries)
         self._check_retention()
 
     def _check_retention(self) -> None:

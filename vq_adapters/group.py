@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 if TYPE_CHECKING:
-    from vq_adapters.cache import TransformKVCache
+    from vq_adapters.settling import SettlingState
 
 
 class LayerGroup:
@@ -23,13 +23,13 @@ class LayerGroup:
     def __init__(self, key: str | None = None) -> None:
         self.key = key or uuid.uuid4().hex
         self.uneven = False  # layers may hold different numbers of rows
-        self._members: weakref.WeakValueDictionary[int, TransformKVCache] = weakref.WeakValueDictionary()
+        self._members: weakref.WeakValueDictionary[int, SettlingState] = weakref.WeakValueDictionary()
         self._told: dict[int, mx.array] = {}
         self._agreed: dict[int, list[int]] | None = None
         self._handed: dict[int, tuple[list[int], Any]] = {}
         self._descendants: weakref.WeakValueDictionary[Hashable, LayerGroup] = weakref.WeakValueDictionary()
 
-    def join(self, layer: int, cache: TransformKVCache) -> None:
+    def join(self, layer: int, cache: SettlingState) -> None:
         """Make `cache` the group's cache of a layer."""
         self._members[layer] = cache
 

@@ -5,19 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from vq_adapters.config import KVCacheConfig, Layer
-from vq_adapters.evicting_classes import BudgetKVCache
+from vq_adapters.evicting_classes import KEPT_BYTES, BudgetKVCache
 from vq_adapters.group import LayerGroup
 
 
-class PyramidKVCache(BudgetKVCache):
-    """The rows that attention has used most, fewer in later layers (`pyramid_budget`, `pyramid_beta`)."""
-
-    method = "pyramidkv"
-
-    @property
-    def pyramid_kept_bytes(self) -> int:
-        """Bytes of the keys and values that are kept."""
-        return self._held("keys", "values")
+class LayeredKVCache(BudgetKVCache):
+    """Base: every layer has a budget of its own."""
 
     @property
     def layer_budget(self) -> int:
@@ -25,13 +18,21 @@ class PyramidKVCache(BudgetKVCache):
         return self._budget()
 
 
-class SqueezeAttentionCache(BudgetKVCache):
+class PyramidKVCache(LayeredKVCache):
+    """The rows that attention has used most, fewer in later layers (`pyramid_budget`, `pyramid_beta`)."""
+
+    method = "pyramidkv"
+    pyramid_kept_bytes = KEPT_BYTES
+
+
+class SqueezeAttentionCache(LayeredKVCache):
     """The rows that attention has used most, under budgets that layers agree on (`squeeze_budget`, `squeeze_strength`).
 
     `coordinator` is the group of a cache list and `layer_id` the place in it; `KVCacheBuilder.for_model` sees to both.
     """
 
     method = "squeeze"
+    squeeze_kept_bytes = KEPT_BYTES
 
     def __init__(
         self, config: KVCacheConfig, layer_id: int | None = None, coordinator: LayerGroup | None = None
@@ -41,23 +42,13 @@ class SqueezeAttentionCache(BudgetKVCache):
             self.join(coordinator, layer_id)
 
     @property
-    def squeeze_kept_bytes(self) -> int:
-        """Bytes of the keys and values that are kept."""
-        return self._held("keys", "values")
-
-    @property
-    def layer_budget(self) -> int:
-        """Rows that may stay in each head of this layer."""
-        return self._budget()
-
-    @property
     def concentration(self) -> float:
         """What the layer told of its first call, for the first batch row; 0.0 before. Reads one number back."""
         told = None if self._group is None else self._group.told(self._layer)
         return 0.0 if told is None else float(np.array(told)[0])
 
 
-class ChunkKVCache(BudgetKVCache):
+class ChunkKVCache(LayeredKVCache):
     """Whole chunks of neighbouring tokens (`chunkkv_budget`, `chunkkv_chunk_size`, `chunkkv_reuse_layers`).
 
     `coordinator` is the group of a cache list and `layer_id` the place in it; `KVCacheBuilder.for_model` sees to both.
@@ -65,6 +56,7 @@ class ChunkKVCache(BudgetKVCache):
     """
 
     method = "chunkkv"
+    chunkkv_kept_bytes = KEPT_BYTES
 
     def __init__(
         self, config: KVCacheConfig, layer_id: int | None = None, coordinator: LayerGroup | None = None
@@ -74,16 +66,6 @@ class ChunkKVCache(BudgetKVCache):
             return
         super().__init__(config.for_layer(Layer(layer_id, layer_id + 1)))
         self.join(coordinator, layer_id)
-
-    @property
-    def chunkkv_kept_bytes(self) -> int:
-        """Bytes of the keys and values that are kept."""
-        return self._held("keys", "values")
-
-    @property
-    def layer_budget(self) -> int:
-        """Rows that may stay in each head of this layer."""
-        return self._budget()
 
     @property
     def chunk_size(self) -> int:
@@ -96,20 +78,11 @@ class ChunkKVCache(BudgetKVCache):
         return self.transform.leader is None
 
 
-class CaMKVCache(BudgetKVCache):
+class CaMKVCache(LayeredKVCache):
     """The rows that attention has used most, with the others folded into them (`cam_budget`, `cam_merge`)."""
 
     method = "cam"
-
-    @property
-    def cam_kept_bytes(self) -> int:
-        """Bytes of the keys and values that are kept."""
-        return self._held("keys", "values")
-
-    @property
-    def layer_budget(self) -> int:
-        """Rows that may stay in each head of this layer."""
-        return self._budget()
+    cam_kept_bytes = KEPT_BYTES
 
     @property
     def merge_mode(self) -> str:

@@ -28,7 +28,7 @@ class MethodKVCache(TransformKVCache):
 
     def __init__(self, config: KVCacheConfig) -> None:
         check(config.method == self.method, type(self).__name__, "method", f"must be {self.method}", config.method)
-        super().__init__(config.transform(), max_tokens=config.capacity)
+        super().__init__(config.transform(), max_tokens=config.max_tokens)
 
     def _reset(self, transform: Transform, max_tokens: int | None, query_heads: int | None) -> None:
         check(self._serves(transform), type(self).__name__, "transform", f"must be of {self.method}", transform.name)
@@ -43,7 +43,7 @@ class MethodKVCache(TransformKVCache):
         """How full the batch rows are once the last call has ended."""
         if self._unsettled is None or self._waits or self._holds:
             return self._fills
-        return self._advance(self.transform.settled, self._unsettled[1])
+        return self._advance(self.transform.settled, self._unsettled.counts)
 
     def _heads(self) -> int:
         return 0 if self._state is None else self._state.layout.kv_heads

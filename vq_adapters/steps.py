@@ -13,25 +13,29 @@ from vq_functional.core.transform import Transform
 
 @attrs.frozen(eq=False)
 class Steps:
-    """One-token steps; calls of several tokens run eagerly, since prompts have any length."""
+    """One-token steps; calls of several tokens run eagerly, since prompts have any length.
+
+    `settle` and `settle_by_keys` take (held, group, queries), with None for the
+    group of a layer that stands alone.
+    """
 
     write: Callable[..., Any]
     settle: Callable[..., Any]
     settle_by_keys: Callable[..., Any]
-    settle_in: Callable[..., Any]
-    settle_in_by_keys: Callable[..., Any]
+    observe: Callable[..., Any]
+    observe_by_keys: Callable[..., Any]
     attend: Callable[[float], Callable[..., Any]]
 
 
 @functools.lru_cache(maxsize=1024)
 def steps(transform: Transform) -> Steps:
-    """Compiled write, settle and attend of a transform."""
+    """Compiled write, settle, observe and attend of a transform."""
 
-    def settle_by_keys(held: Any, keys: mx.array) -> Any:
-        return transform.settle(held, keys, proxy=True)
-
-    def settle_in_by_keys(held: Any, group: Any, keys: mx.array) -> Any:
+    def settle_by_keys(held: Any, group: Any, keys: mx.array) -> Any:
         return transform.settle_in(held, group, keys, proxy=True)
+
+    def observe_by_keys(held: Any, keys: mx.array) -> Any:
+        return transform.observe(held, keys, proxy=True)
 
     @functools.lru_cache(maxsize=16)
     def attend(scale: float) -> Callable[..., Any]:
@@ -39,9 +43,9 @@ def steps(transform: Transform) -> Steps:
 
     return Steps(
         jit(transform.write),
-        jit(transform.settle),
-        jit(settle_by_keys),
         jit(transform.settle_in),
-        jit(settle_in_by_keys),
+        jit(settle_by_keys),
+        jit(transform.observe),
+        jit(observe_by_keys),
         attend,
     )

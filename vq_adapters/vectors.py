@@ -153,6 +153,12 @@ class QJLKVCache(_ConfiguredKVCache):
     methods = ("qjl",)
 
 
+class PolarQuantKVCache(_ConfiguredKVCache):
+    """Keys in polar coordinates (`bit_width_inlier`, `seed`), values in 8 bits; angles are packed."""
+
+    methods = ("polar",)
+
+
 class SlidingWindowKVCache(VectorKVCache):
     """The rows of `inner`'s kind for the newest `window_size` tokens; `inner` must be empty and stays so."""
 
@@ -168,5 +174,5 @@ class SlidingWindowKVCache(VectorKVCache):
 
 # The per-vector class of a method.
 VECTOR_CLASSES: dict[str, type[_ConfiguredKVCache]] = {
-    method: kind for kind in (TurboQuantKVCache, QJLKVCache) for method in kind.methods
+    method: kind for kind in (TurboQuantKVCache, PolarQuantKVCache, QJLKVCache) for method in kind.methods
 }

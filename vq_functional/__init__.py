@@ -1,7 +1,9 @@
 """KV-cache compression as pure functions over immutable states."""
 
+from vq_functional.codebook.polar import polar, polar_codec
 from vq_functional.codebook.qjl import qjl, qjl_codec
 from vq_functional.codebook.turboquant_mse import turboquant_mse, turboquant_mse_codec
+from vq_functional.codebook.turboquant_prod import turboquant_prod, turboquant_prod_codec
 from vq_functional.codebook.turboquant_rvq import turboquant_rvq, turboquant_rvq_codec
 from vq_functional.core.codec import Codec, PlainCodec
 from vq_functional.core.errors import QuantizerConfigError
@@ -30,8 +32,10 @@ from vq_functional.evict.streaming_llm import streaming_llm, streaming_llm_polic
 from vq_functional.evict.tova import tova, tova_policy
 from vq_functional.hybrid.rocketkv import rocketkv, rocketkv_policy
 from vq_functional.methods import METHODS
+from vq_functional.quantize.age_tiered import age_tiered
 from vq_functional.quantize.int8 import int8_codec
 from vq_functional.quantize.kivi import kivi
+from vq_functional.quantize.kivi_sink import kivi_sink
 
 __all__ = [
     "METHODS",
@@ -42,6 +46,7 @@ __all__ = [
     "QuantizerConfigError",
     "Store",
     "Transform",
+    "age_tiered",
     "cam",
     "cam_policy",
     "chain",
@@ -56,6 +61,7 @@ __all__ = [
     "keyformer",
     "keyformer_policy",
     "kivi",
+    "kivi_sink",
     "knorm",
     "knorm_policy",
     "kvzip",
@@ -65,6 +71,8 @@ __all__ = [
     "nbytes",
     "nestedkv",
     "nestedkv_policy",
+    "polar",
+    "polar_codec",
     "pyramidkv",
     "pyramidkv_policy",
     "qfilters",
@@ -85,6 +93,8 @@ __all__ = [
     "tova_policy",
     "turboquant_mse",
     "turboquant_mse_codec",
+    "turboquant_prod",
+    "turboquant_prod_codec",
     "turboquant_rvq",
     "turboquant_rvq_codec",
 ]

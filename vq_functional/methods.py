@@ -4,8 +4,10 @@ from collections.abc import Callable
 
 import attrs
 
+from vq_functional.codebook.polar import PolarOptions, polar
 from vq_functional.codebook.qjl import QJLOptions, qjl
 from vq_functional.codebook.turboquant_mse import TurboQuantMSEOptions, turboquant_mse
+from vq_functional.codebook.turboquant_prod import TurboQuantProdOptions, turboquant_prod
 from vq_functional.codebook.turboquant_rvq import TurboQuantRVQOptions, turboquant_rvq
 from vq_functional.core.errors import QuantizerConfigError
 from vq_functional.core.transform import Transform
@@ -25,7 +27,9 @@ from vq_functional.evict.squeeze import SqueezeAttentionOptions, squeeze
 from vq_functional.evict.streaming_llm import StreamingLLMOptions, streaming_llm
 from vq_functional.evict.tova import TOVAOptions, tova
 from vq_functional.hybrid.rocketkv import RocketKVOptions, rocketkv
+from vq_functional.quantize.age_tiered import AgeTieredKVOptions, age_tiered
 from vq_functional.quantize.kivi import KIVIOptions, kivi
+from vq_functional.quantize.kivi_sink import KIVISinkOptions, kivi_sink
 
 
 @attrs.frozen
@@ -48,6 +52,7 @@ class Method:
     noise           draws random numbers for each head
     norms           looks at norms beside attention
     folds           evicted rows go on in the values of others
+    sinks           some rows are exact, by how they compare with others
     """
 
     name: str
@@ -84,6 +89,10 @@ TABLE = (
     _row("turboquant_mse", TurboQuantMSEOptions, turboquant_mse, "2504.19874", f"{_CODES} vectors"),
     _row("turboquant_rvq", TurboQuantRVQOptions, turboquant_rvq, "2504.19874", _CODES),
     _row("qjl", QJLOptions, qjl, "2406.03482", f"{_CODES} vectors"),
+    _row("turboquant_prod", TurboQuantProdOptions, turboquant_prod, "2504.19874", f"{_CODES} vectors"),
+    _row("polar", PolarOptions, polar, "2502.02617", f"{_CODES} vectors"),
+    _row("kivi_sink", KIVISinkOptions, kivi_sink, "2508.04257", f"{_CODES} sinks"),
+    _row("age_tiered", AgeTieredKVOptions, age_tiered, "none", _CODES),
 )
 
 METHODS = {method.name: method for method in TABLE}

@@ -140,6 +140,9 @@ EMPTY: dict[Any, dict[str, Any]] = {
     TurboQuantRVQKVCache: {"compressed_key_bytes": 0, "fp16_key_bytes": 0, "assigned_bits": 2},
 }
 
+# Statistics that follow from data: reading them reads back.
+READ_BACK: dict[Any, set[str]] = {SqueezeAttentionCache: {"concentration"}}
+
 
 def rows(n: int, dtype: mx.Dtype = mx.float16, batch: int = B, seed: int = 0) -> tuple[mx.array, mx.array]:
     """Keys and values of `n` tokens."""
@@ -157,6 +160,12 @@ def feed(cache: Any, calls: tuple[int, ...] = CALLS, dtype: mx.Dtype = mx.float1
 
 def statistics(cache: Any) -> dict[str, Any]:
     return {name: getattr(cache, name) for name in EMPTY[type(cache)]}
+
+
+def counted(cache: Any) -> dict[str, Any]:
+    """Statistics that follow from shapes and options alone."""
+    names = EMPTY[type(cache)].keys() - READ_BACK.get(type(cache), set())
+    return {name: getattr(cache, name) for name in names}
 
 
 def leaves_equal(one: TransformKVCache, other: TransformKVCache) -> bool:

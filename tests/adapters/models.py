@@ -117,6 +117,10 @@ SMALL: dict[str, dict[str, Any]] = {
     "turboquant_mse": {"bits": 3},
     "turboquant_rvq": {"bits": 2, "value_bits": 8},
     "qjl": {"jl_dim": 64},
+    "turboquant_prod": {"bits": 4},
+    "polar": {"bits": 2},
+    "kivi_sink": {"bits": 4, "group_size": 32, "residual_length": 8, "n_sink": 2},
+    "age_tiered": {"recent_boundary": 8, "mid_boundary": 24, "group_size": 8},
 }
 WIDE: dict[str, dict[str, Any]] = {
     "streaming_llm": {"window_size": 512},
@@ -139,6 +143,10 @@ WIDE: dict[str, dict[str, Any]] = {
     "turboquant_mse": {"bits": 6},
     "turboquant_rvq": {"bits": 4},
     "qjl": {"jl_dim": 4096},
+    "turboquant_prod": {"bits": 8},
+    "polar": {"bits": 5},
+    "kivi_sink": {"residual_length": 512},
+    "age_tiered": {"recent_boundary": 512},
 }
 COMPOSED = "h2o over turboquant_mse"
 WINDOWED = "sliding_window over int8"

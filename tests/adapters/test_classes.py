@@ -3,12 +3,13 @@
 import copy
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from configs import CALLS, CONFIGS, DV, EMPTY, B, D, H, feed, leaves_equal, rows, statistics
+from configs import CALLS, CONFIGS, DV, EMPTY, READ_BACK, B, D, H, counted, feed, leaves_equal, rows, statistics
 
 import vq_adapters
 from vq_adapters import KVCache, QuantizerConfigError, TransformKVCache
@@ -102,16 +103,20 @@ class TestStatistics:
 
         def traced(keys, values, key, value):
             cache.update_and_fetch(keys, values)
-            read.append(statistics(cache))
+            read.append(counted(cache))
             returned = cache.update_and_fetch(key, value)
-            read.append(statistics(cache))
+            read.append(counted(cache))
             return tuple(mx.array(x) for x in returned)
 
         mx.compile(traced)(*rows(30), *rows(1, seed=1))
         other = feed(kind(CONFIGS[kind]), (30,))
-        assert read[0] == statistics(other)
+        assert read[0] == counted(other)
         other.update_and_fetch(*rows(1, seed=1))
-        assert read[1] == statistics(other)
+        assert read[1] == counted(other)
+
+    def test_those_that_read_back_say_so(self, kind):
+        for name in READ_BACK.get(kind, set()):
+            assert re.search(r"Reads .*back", getattr(kind, name).__doc__)
 
     def test_no_name_that_mlx_lm_reads_as_its_own_quantization(self, kind):
         cache = feed(kind(CONFIGS[kind]), (5,))

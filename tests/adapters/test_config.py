@@ -177,6 +177,32 @@ class TestSignature:
             KVCacheConfig(h2o_budgets=3)
 
 
+class TestMaxTokens:
+    """The smaller of `capacity` and the method's own bound."""
+
+    @pytest.mark.parametrize(
+        ("values", "wanted"),
+        [
+            ({"method": "kivi"}, None),
+            ({"method": "kivi", "capacity": 100}, 100),
+            ({"method": "nsnquant"}, 8192),
+            ({"method": "nsnquant", "capacity": 100}, 100),
+            ({"method": "nsnquant", "capacity": 9000}, 8192),
+            ({"method": "skvq"}, None),
+            ({"method": "skvq", "options": vq_adapters.SKVQOptions(skvq_max_ctx=64)}, 64),
+        ],
+    )
+    def test_bounds(self, values, wanted):
+        assert quiet(**values).max_tokens == wanted
+
+
+def test_an_entry_of_a_list_of_bits_is_final():
+    config = quiet(method="cachegen", options=vq_adapters.CacheGenOptions(cachegen_bits=[4, 2]))
+    layers = [config.for_layer(Layer(index, 2)) for index in range(2)]
+    assert [(one.cachegen_bits, one.cachegen_resolved_bits) for one in layers] == [(4, 4), (2, 2)]
+    assert quiet(method="cachegen").for_layer(Layer(1, 2)).cachegen_resolved_bits is None
+
+
 class TestNames:
     def test_built_methods_have_left_the_list_of_the_others(self):
         assert not set(UNBUILT) & set(METHODS)

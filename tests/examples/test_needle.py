@@ -2,11 +2,11 @@
 
 import copy
 import csv
-import itertools
 import math
 import re
 import sys
 import types
+from concurrent.futures import Future
 from unittest import mock
 
 import mlx.core as mx
@@ -187,7 +187,7 @@ def test_log_likelihoods_of_a_model_that_adds():
     assert cache.rows == [[1, 2]]
 
 
-def test_answers_of_one_token_need_no_second_call():
+def test_answers_of_one_token_need_no_step():
     model = Summing()
     found = needle.log_likelihoods(model, [Remembering([[1]])], needle.Fact([], [2], [[3], [4]]))
     assert found == pytest.approx([logarithms(1, 1), logarithms(0, 1)], abs=1e-5)
@@ -237,11 +237,21 @@ def test_answers_side_by_side_are_as_likely_as_one_by_one(entry):
 
 
 def test_the_plain_cache_comes_first_and_each_method_has_every_budget():
-    entries = needle.entries("plain|h2o|tova", [64, 128])
-    assert [entry.label for entry in entries] == ["plain", "h2o 64", "h2o 128", "tova 64", "tova 128"]
+    chosen = needle.entries("plain|h2o|tova", [64, 128])
+    assert [(entry.method, entry.budget) for entry in chosen] == [
+        ("plain", None),
+        ("plain, no facts", None),
+        *(("h2o", 64), ("h2o", 128)),
+        *(("tova", 64), ("tova", 128)),
+    ]
     everything = needle.entries("", [64])
-    assert [entry.method for entry in everything] == ["plain", *needle.METHODS]
+    assert [entry.method for entry in everything] == ["plain", "plain, no facts", *needle.METHODS]
     assert needle.entries("nothing", [64]) == []
+
+
+def test_the_methods_are_those_that_evict():
+    assert len(needle.METHODS) == 16
+    assert {"h2o", "rocketkv"} < set(needle.METHODS) and "kivi" not in needle.METHODS
 
 
 @pytest.mark.parametrize("method", needle.METHODS)
@@ -265,10 +275,9 @@ def test_the_prompt_is_read_in_chunks_and_real_queries_settle_them(monkeypatch):
         return attend(self, queries, *rest)
 
     monkeypatch.setattr(TransformKVCache, "attend", telling)
-    model, tokenizer = tiny_llama(layers=1), Words()
-    facts = needle.make_facts(tokenizer)[:1]
-    result = needle.measure(model, list(range(100)), facts, needle.Entry("h2o", BUDGET), [])
-    question, answers = len(facts[0].question), len(facts[0].answers)
+    model, fact = tiny_llama(layers=1), needle.make_facts(Words())[0]
+    result = needle.measure(needle.Task(model, [fact], list(range(100)), [], []), needle.Entry("h2o", BUDGET))
+    question, answers = len(fact.question), len(fact.answers)
     assert lengths == [(1, 4, 40), (1, 4, 40), (1, 4, 20), (1, 4, question), *[(answers, 4, 1)] * 3]
     assert result.rows == BUDGET
     assert type(model.layers[0].self_attn) is llama.Attention  # as it was
@@ -295,14 +304,31 @@ def test_a_model_that_looks_back_finds_what_the_cache_kept(monkeypatch):
 
     monkeypatch.setattr(needle, "log_likelihoods", likelihoods)
     facts = [needle.Fact([place], [1], [[1], [2]]) for place in (10, 50, 70, 90)]
-    found = [
-        needle.measure(tiny_llama(), list(range(100)), facts, entry, [])
-        for entry in (needle.Entry("plain"), needle.Entry("streaming_llm", 40))
+    task = needle.Task(tiny_llama(), facts, list(range(100)), [], [])
+    found = [needle.measure(task, entry) for entry in (needle.Entry("plain"), needle.Entry("streaming_llm", 40))]
+    assert found == [
+        needle.Result("plain", None, 100, (1, 1, 1, 1)),
+        needle.Result("streaming_llm", 40, 40, (2, 2, 1, 1)),
     ]
-    assert [(r.hits, r.mean_rank, r.ranks, r.rows) for r in found] == [
-        (4, 1.0, "1 1 1 1", 100),
-        (2, 1.5, "2 2 1 1", 40),
-    ]
+    assert [(result.hits, result.mean_rank) for result in found] == [(4, 1.0), (2, 1.5)]
+
+
+def test_the_row_without_facts_reads_as_much_prose(monkeypatch):
+    seen, tokenizer, original = [], Words(), needle.read
+
+    def telling(model, prompt, *rest):
+        seen.append(prompt)
+        return original(model, prompt, *rest)
+
+    monkeypatch.setattr(needle, "load_model", lambda name: (tiny_llama(), tokenizer))
+    monkeypatch.setattr(needle, "read", telling)
+    task = needle.prepared.__wrapped__(needle.Setting("smollm2", 300, 0))
+    for method in ("plain, no facts", "plain"):
+        needle.measure(task, needle.Entry(method))
+    assert [len(prompt) for prompt in seen] == [300, 300]
+    texts = [tokenizer.decode(prompt) for prompt in seen]
+    assert [text.count("secret number") for text in texts] == [0, 8]
+    assert texts[0].strip() in english()
 
 
 # The table, the file and the plot
@@ -310,58 +336,122 @@ def test_a_model_that_looks_back_finds_what_the_cache_kept(monkeypatch):
 
 def results():
     return [
-        needle.Result("plain", None, 3000.0, 8, 1.0, "1 1", 12.3),
-        needle.Result("h2o", 128, 128.0, 2, 4.5, "8 1", 9.9),
-        needle.Result("h2o", 64, 64.0, 1, 5.25, "9 1", 9.4),
+        needle.Result("plain", None, 3000.0, (1, 1)),
+        needle.Result("h2o", 128, 128.0, (8, 1)),
+        needle.Result("h2o", 64, 64.0, (9, 2)),
+        needle.Result("tova", 128, 128.0, (1, 1)),
     ]
 
 
-def test_a_line_has_a_cell_for_each_column():
-    lines = [needle.line(result) for result in results()[:2]]
-    assert lines == ["| plain | all | 3000 | 8 | 1.00 | 1 1 | 12 |", "| h2o | 128 | 128 | 2 | 4.50 | 8 1 | 10 |"]
-    assert all(line.count("|") == len(needle.HEAD) + 1 for line in lines)
+def test_there_is_a_cell_for_each_column():
+    assert [needle.cells(result) for result in results()[:2]] == [
+        ["plain", "all", "3000", 2, "1.00", "1 1"],
+        ["h2o", 128, "128", 1, "4.50", "8 1"],
+    ]
+    assert len(needle.HEAD) == 6
+
+
+def test_the_summary_has_a_line_a_method_and_a_column_a_budget():
+    assert needle.summary(results(), [64, 128]).splitlines() == [
+        "| method | 64 | 128 |",
+        "| --- | --- | --- |",
+        "| plain | 2 (1.0) | 2 (1.0) |",
+        "| h2o | 0 (5.5) | 1 (4.5) |",
+        "| tova |  | 2 (1.0) |",
+    ]
 
 
 @pytest.fixture
 def tiny(monkeypatch):
+    """The command over a tiny model."""
     monkeypatch.setattr(needle, "load_model", lambda name: (tiny_llama(), Words()))
+    needle.prepared.cache_clear()
+    yield
+    needle.prepared.cache_clear()
 
 
-def table_rows(text):
-    lines = [line for line in text.splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+def table_rows(text, columns):
+    """Cells of the tables with so many columns, without their two head lines."""
+    lines = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in cells] for cells in lines if len(cells) == columns][2:]
 
 
 def test_main_prints_and_writes_what_it_found(tiny, tmp_path, capsys):
     path = tmp_path / "needle.csv"
-    chosen = ["--methods", "plain|h2o|streaming", "--budgets", "32,64"]
+    chosen = ["--methods", "plain$|h2o|streaming", "--budgets", "32,64"]
     needle.main([*chosen, "--tokens", "300", "--seed", "5", "--csv", str(path)])
     out, progress = capsys.readouterr()
     assert "8 facts in 300 tokens" in out.splitlines()[0]
-    cells = table_rows(out)
-    assert [row[:3] for row in cells] == [
+    rows = table_rows(out, len(needle.HEAD))
+    assert [row[:3] for row in rows] == [
         ["plain", "all", "300"],
-        *([method, rows, rows] for method in ("streaming_llm", "h2o") for rows in ("32", "64")),
+        *([method, held, held] for method in ("streaming_llm", "h2o") for held in ("32", "64")),
     ]
-    assert "s] 5 of 5: h2o 64" in progress
-    with path.open() as file:
-        written = list(csv.DictReader(file))
-    assert [(row["method"], row["budget"]) for row in written] == [
-        ("plain", ""),
-        *itertools.product(("streaming_llm", "h2o"), ("32", "64")),
-    ]
-    assert {(row["model"], row["tokens"], row["seed"]) for row in written} == {("smollm2", "300", "5")}
-    for row in written:
-        ranks = [int(rank) for rank in row["ranks"].split()]
+    for row in rows:
+        ranks = [int(rank) for rank in row[5].split()]
         assert len(ranks) == len(needle.FACTS) and set(ranks) <= set(range(1, 2 + needle.WRONG))
-        assert (int(row["hits"]), float(row["mean_rank"])) == (ranks.count(1), sum(ranks) / len(ranks))
+        assert (int(row[3]), row[4]) == (ranks.count(1), f"{sum(ranks) / len(ranks):.2f}")
+    cells = {(row[0], row[1]): f"{row[3]} ({float(row[4]):.1f})" for row in rows}
+    assert table_rows(out, 3) == [
+        ["plain", cells["plain", "all"], cells["plain", "all"]],
+        *([method, cells[method, "32"], cells[method, "64"]] for method in ("streaming_llm", "h2o")),
+    ]
+    assert "] h2o, 64 rows" in progress
+    with path.open() as file:
+        head, *written = csv.reader(file)
+    assert head == [*needle.HEAD, "model", "tokens", "seed"]
+    assert written == [[*row, "smollm2", "300", "5"] for row in rows]
 
 
 def test_a_budget_that_a_method_refuses_is_left_out(tiny, capsys):
-    needle.main(["--methods", "plain|h2o", "--budgets", "4,32", "--tokens", "300"])
+    needle.main(["--methods", "plain$|h2o", "--budgets", "4,32", "--tokens", "300"])
     out, progress = capsys.readouterr()
-    assert [row[:2] for row in table_rows(out)] == [["plain", "all"], ["h2o", "32"]]
+    assert [row[:2] for row in table_rows(out, len(needle.HEAD))] == [["plain", "all"], ["h2o", "32"]]
+    assert table_rows(out, 3)[1][1] == ""
     assert "left out: h2o: `budget`" in progress
+
+
+class LastFirst:
+    """A pool of processes, in this one: what is submitted last is done first."""
+
+    def __init__(self, jobs, context):
+        self.context, self.calls = (jobs, context.get_start_method()), []
+        LastFirst.started = self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def submit(self, function, *arguments):
+        self.calls.append((Future(), function, arguments))
+        return self.calls[-1][0]
+
+    def done(self, futures):
+        assert futures == [future for future, *_ in self.calls]
+        for future, function, arguments in reversed(self.calls):
+            future.set_result(function(*arguments))
+            yield future
+
+
+def test_processes_share_the_cores_and_the_file_has_the_order(tiny, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(needle, "ProcessPoolExecutor", LastFirst)
+    monkeypatch.setattr(needle, "as_completed", lambda futures: LastFirst.started.done(futures))
+    monkeypatch.setattr(needle.os, "cpu_count", lambda: 6)
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "9")
+    monkeypatch.setenv("MLX_DISABLE_COMPILE", "")
+    written = []
+    for jobs in ("2", "1"):
+        path = tmp_path / jobs
+        chosen = ["--methods", "plain$|h2o", "--budgets", "4,32,64", "--tokens", "300"]
+        needle.main([*chosen, "--jobs", jobs, "--csv", str(path)])
+        written.append(path.read_text())
+    assert LastFirst.started.context == (2, "spawn")
+    assert needle.os.environ["OPENBLAS_NUM_THREADS"] == "3" and needle.os.environ["MLX_DISABLE_COMPILE"] == "1"
+    assert written[0] == written[1]
+    rows = table_rows(capsys.readouterr().out, len(needle.HEAD))
+    assert [row[1] for row in rows if row[0] in ("plain", "h2o")] == ["64", "32", "all", "all", "32", "64"]
 
 
 def test_main_refuses_an_expression_that_matches_nothing(tiny):
@@ -377,16 +467,18 @@ def test_without_matplotlib_a_plot_is_refused_before_anything_runs(monkeypatch):
     assert stopped.value.code == '--plot needs matplotlib: pip install "vq-functional[plots]"'
 
 
-def test_a_plot_has_a_curve_a_method_and_a_level_for_the_plain_cache(monkeypatch, tmp_path):
-    figure = mock.MagicMock()
+def test_a_plot_has_a_panel_a_budget_and_a_line_a_method(monkeypatch, tmp_path):
+    figure, panels = mock.MagicMock(), [mock.MagicMock(), mock.MagicMock()]
+    figure.subplots.return_value = [panels]
     module = types.SimpleNamespace(Figure=lambda **_: figure)
     monkeypatch.setitem(sys.modules, "matplotlib", types.ModuleType("matplotlib"))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", module)
-    needle.plot(tmp_path / "needle.png", results())
-    axes = figure.subplots()
-    (level,), (curve,) = axes.axhline.call_args_list, axes.plot.call_args_list
-    assert level.args == (8,) and level.kwargs["label"] == "plain"
-    assert curve.args == ([64, 128], [1, 2]) and curve.kwargs["label"] == "h2o"
+    needle.plot(tmp_path / "needle.png", results(), [64, 128])
+    (first,), (second,) = (panel.imshow.call_args.args for panel in panels)
+    assert first[:2] == [(1, 1), (9, 2)] and all(math.isnan(rank) for rank in first[2])
+    assert second == [(1, 1), (8, 1), (1, 1)]
+    panels[0].set_yticks.assert_called_once_with(range(3), ["plain", "h2o", "tova"])
+    assert [panel.set.call_args.kwargs["title"] for panel in panels] == ["64 rows", "128 rows"]
     figure.savefig.assert_called_once_with(tmp_path / "needle.png")
 
 

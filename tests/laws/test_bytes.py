@@ -113,12 +113,30 @@ def grouped_bytes(capacity: int, heads: int, dim: int = DIM, bits: int = 2, grou
     return heads * (keys + values + window) + 8
 
 
+def sink_group_bytes(capacity: int, heads: int, sinks: int = 5) -> int:
+    """The same with exact rows of some tokens, their positions, signals, and the typical size."""
+    return grouped_bytes(capacity, heads) + sinks * (heads * 2 * DIM * 2 + 8) + 4
+
+
+def tiered_bytes(capacity: int, heads: int, recent: int = 128, mid: int = 1024, group: int = 32) -> int:
+    """Room at 8 bits, at 4 and at 2, each with a low end and a range a group; the exact group; four counters."""
+    rooms = {8: recent, 4: mid - recent, 2: capacity}
+    coded = sum(2 * DIM * (words(rows, bits) + 4 * rows // group) for bits, rows in rooms.items())
+    return heads * (coded + group * 2 * DIM * 2) + 16
+
+
 EIGHT_BITS = words(DIM, 8) + 2
 FORMULAS = {
     "kivi": grouped_bytes,
     "turboquant_mse": row_bytes(words(DIM, 2) + 2, EIGHT_BITS),
     "turboquant_rvq": row_bytes(2 * words(DIM, 2) + 2, 2 * DIM),
     "qjl": row_bytes(words(DIM, 1) + 2, EIGHT_BITS),
+    "turboquant_prod": row_bytes(2 * words(DIM, 1) + 4, EIGHT_BITS),
+    "polar": row_bytes(
+        sum(words(DIM >> level, bits) for level, bits in enumerate((4, 2, 2, 2), 1)) + DIM // 8, EIGHT_BITS
+    ),
+    "kivi_sink": sink_group_bytes,
+    "age_tiered": tiered_bytes,
 }
 
 

@@ -27,7 +27,7 @@ def test_dtype_in_is_dtype_out(subject: Subject, dtype: mx.Dtype) -> None:
         allowed = {dtype, mx.bfloat16, mx.uint32, mx.uint8, mx.int32}
         rest = flatten((getattr(run.state, "memory", ()), getattr(run.state, "carry", ())))[0]
         others = [leaf for leaf in flatten(run.state)[0] if all(leaf is not one for one in rest)]
-        assert {leaf.dtype for leaf in others} <= allowed
+        assert {leaf.dtype for leaf in others if leaf.ndim > 3} <= allowed, "rows, or numbers of every row"
 
 
 @over()

@@ -22,7 +22,6 @@ from laws.common import (
     tokens,
 )
 from vq_adapters import QuantizerConfigError, TransformKVCache
-from vq_functional.core.tree import flatten
 
 TOTAL, GROUP = 90, 4
 PIECES = [50, 1, 1, 8, *[1] * 30]
@@ -37,8 +36,6 @@ def test_the_state_has_the_heads_of_keys(subject: Subject, group: int, pieces: l
     queries = tokens(TOTAL, 7, heads=group * SPEC.kv_heads)
     asked = feed(transform, begin(transform), keys, values, pieces, queries)
     assert shapes(asked.state) == shapes(begin(transform).state)
-    for leaf in flatten(asked.state)[0]:
-        assert leaf.ndim == 1 or leaf.shape[1] == SPEC.kv_heads
 
 
 @over()

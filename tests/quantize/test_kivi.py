@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import vq_functional as vq
 from vq_functional.core.transform import Fill
+from vq_functional.quantize.kivi import KIVIOptions
 
 HEADS = 2
 dtypes = pytest.mark.parametrize(
@@ -23,6 +24,13 @@ UNIT_ROUNDING = {mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8, mx.float32: 2.0**-2
 
 def draw(n: int, dim: int, seed: int = 0, dtype: mx.Dtype = mx.float16, batch: int = 1) -> mx.array:
     return mx.random.normal((batch, HEADS, n, dim), key=mx.random.key(seed)).astype(dtype)
+
+
+def options(transform: Any) -> KIVIOptions:
+    """The options that made the transform."""
+    return KIVIOptions(
+        bits=transform.key.bits, group_size=transform.key.group_size, residual_length=transform.residual
+    )
 
 
 def numbers(x: mx.array) -> np.ndarray:
@@ -50,17 +58,17 @@ def feed_more(transform: Any, state: Any, keys: mx.array, values: mx.array, cuts
 
 def live(transform: Any, state: Any, row: int = 0) -> tuple[mx.array, ...]:
     """What a state holds of one batch row: packed parts up to the frontier, exact rows up to the newest."""
-    o = transform.options
+    o = options(transform)
     coded, offset = state.coded[row].item(), state.offset[row].item()
-    codes, scales, zeros = (x[row] for x in state.keys)
+    codes, scales, zeros = (x[row] for x in state.keys.rows)
     groups = coded // o.group_size
     return (
         codes[..., : coded * o.bits // 32],
         scales[..., :groups],
         zeros[..., :groups],
-        *(x[row, :, :coded] for x in state.values),
-        state.recent_keys[row, :, : offset - coded],
-        state.recent_values[row, :, : offset - coded],
+        *(x[row, :, :coded] for x in state.values.rows),
+        state.recent.keys[row, :, : offset - coded],
+        state.recent.values[row, :, : offset - coded],
     )
 
 
@@ -126,7 +134,7 @@ def codes_of(stream: list[int], bits: int, count: int) -> list[int]:
 
 
 def assert_equal_to_oracle(transform: Any, state: Any, keys: mx.array, values: mx.array, row: int = 0) -> None:
-    o, dtype = transform.options, keys.dtype
+    o, dtype = options(transform), keys.dtype
     k, v = numbers(keys)[row], numbers(values)[row]
     n, value_dim = v.shape[1:]
     f = frontier(n, o.bits, o.group_size, o.residual_length)
@@ -155,7 +163,7 @@ def assert_equal_to_oracle(transform: Any, state: Any, keys: mx.array, values: m
 
 def scales_of_tokens(transform: Any, state: Any, dims: tuple[int, int], row: int = 0) -> list[np.ndarray]:
     """Stored scale of every coded number of keys and of values, [H, coded, D] each."""
-    group = transform.options.group_size
+    group = options(transform).group_size
     _, key_scales, _, _, value_scales, *_ = (numbers(x) for x in live(transform, state, row))
     key_scales = np.repeat(key_scales, group, axis=-1).swapaxes(-1, -2)
     value_scales = np.repeat(value_scales, group, axis=-1)[..., : dims[1]]
@@ -178,7 +186,7 @@ def test_every_code_equals_the_oracle_in_other_dtypes(bits: int, group: int, res
     n = residual + 2 * block_of(bits, group) + 1
     keys, values = draw(n, 4, seed=1, dtype=dtype), draw(n, 80, seed=2, dtype=dtype)
     state = feed(transform, keys, values)
-    assert state.keys.scales.dtype == state.values.zeros.dtype == state.recent_keys.dtype == dtype
+    assert state.keys.rows.scales.dtype == state.values.rows.zeros.dtype == state.recent.keys.dtype == dtype
     if dtype == mx.float32:
         # Single-precision scales may differ in the last bit by how the division is done; codes follow the scale.
         return assert_codes_follow_stored_scales(transform, state, keys, values)
@@ -186,7 +194,7 @@ def test_every_code_equals_the_oracle_in_other_dtypes(bits: int, group: int, res
 
 
 def assert_codes_follow_stored_scales(transform: Any, state: Any, keys: mx.array, values: mx.array) -> None:
-    o = transform.options
+    o = options(transform)
     key_codes, key_scales, key_zeros, value_codes, value_scales, value_zeros, *_ = live(transform, state)
     coded = state.coded.item()
     missing = -values.shape[3] % o.group_size
@@ -225,7 +233,7 @@ def test_the_last_group_of_a_ragged_row_is_filled_up_with_its_last_channel() -> 
     transform = vq.kivi(bits=4, group_size=32, residual_length=0)
     values = mx.concatenate([draw(32, 64), mx.full((1, HEADS, 32, 8), 5.0, mx.float16)], axis=-1)
     state = feed(transform, draw(32, 64), values)
-    assert (state.values.scales[:, :, :32, 2] == 0).all() and (state.values.zeros[:, :, :32, 2] == 5).all()
+    assert (state.values.rows.scales[:, :, :32, 2] == 0).all() and (state.values.rows.zeros[:, :, :32, 2] == 5).all()
 
 
 # Where the frontier is, and what is exact
@@ -246,7 +254,7 @@ def test_frontier_and_exact_rows_token_by_token(bits: int, group: int, residual:
         assert f == frontier(i + 1, bits, group, residual) and f % group == 0 and f >= before
         assert min(i + 1, residual) <= i + 1 - f <= residual + block - 1
         before = f
-    recent = numbers(state.recent_keys)[0, :, : n - f], numbers(state.recent_values)[0, :, : n - f]
+    recent = numbers(state.recent.keys)[0, :, : n - f], numbers(state.recent.values)[0, :, : n - f]
     for got, x in zip(recent, (keys, values)):
         assert np.array_equal(got, numbers(x)[0, :, f:])
 
@@ -256,7 +264,7 @@ def test_generated_tokens_leave_the_exact_window() -> None:
     keys, values = draw(308, 8), draw(308, 8, seed=1)
     state = feed(transform, keys, values, [8] + [1] * 300)
     assert 308 - state.coded.item() <= 63 and state.coded.item() == 256
-    assert state.recent_keys.shape[2] <= 64
+    assert state.recent.keys.shape[2] <= 64
 
 
 def test_the_newest_rows_of_a_prompt_and_of_every_step_are_exact() -> None:
@@ -426,9 +434,9 @@ def test_an_outlier_channel_touches_no_other_channel_of_the_keys() -> None:
     loud = (plain * mx.where(mx.arange(16) == 7, 100, 1)).astype(mx.float16)
     one, two = feed(transform, plain, plain), feed(transform, loud, plain)
     others = mx.array([c for c in range(16) if c != 7])
-    for got, want in zip(two.keys, one.keys):
+    for got, want in zip(two.keys.rows, one.keys.rows):
         assert mx.array_equal(got[:, :, others], want[:, :, others])
-    assert not mx.array_equal(one.keys.scales[:, :, 7], two.keys.scales[:, :, 7])
+    assert not mx.array_equal(one.keys.rows.scales[:, :, 7], two.keys.rows.scales[:, :, 7])
 
 
 def test_an_outlier_token_touches_no_other_token_of_the_values() -> None:
@@ -437,7 +445,7 @@ def test_an_outlier_token_touches_no_other_token_of_the_values() -> None:
     loud = (plain * mx.where(mx.arange(64)[:, None] == 7, 100, 1)).astype(mx.float16)
     one, two = feed(transform, plain, plain), feed(transform, plain, loud)
     others = mx.array([c for c in range(64) if c != 7])
-    for got, want in zip(two.values, one.values):
+    for got, want in zip(two.values.rows, one.values.rows):
         assert mx.array_equal(got[:, :, others], want[:, :, others])
 
 
@@ -446,8 +454,8 @@ def test_quantizing_what_was_read_gives_the_same_codes(bits: int) -> None:
     transform = vq.kivi(bits=bits, group_size=32, residual_length=0)
     once = feed(transform, draw(64, 16), draw(64, 40, seed=1))
     again = feed(transform, *transform.read(once, Fill(64, 64, 64)))
-    assert mx.array_equal(again.keys.codes[..., : 2 * bits], once.keys.codes[..., : 2 * bits])
-    assert mx.array_equal(again.values.codes[:, :, :64], once.values.codes[:, :, :64])
+    assert mx.array_equal(again.keys.rows.codes[..., : 2 * bits], once.keys.rows.codes[..., : 2 * bits])
+    assert mx.array_equal(again.values.rows.codes[:, :, :64], once.values.rows.codes[:, :, :64])
 
 
 @dtypes
@@ -456,7 +464,7 @@ def test_a_power_of_two_leaves_the_codes_alone(factor: float, dtype: mx.Dtype) -
     transform = vq.kivi(bits=3, group_size=32, residual_length=0)
     keys, values = draw(64, 16, dtype=dtype), draw(64, 40, seed=1, dtype=dtype)
     one, two = feed(transform, keys, values), feed(transform, keys * factor, values * factor)
-    assert mx.array_equal(one.keys.codes, two.keys.codes) and mx.array_equal(one.values.codes, two.values.codes)
+    assert mx.array_equal(one.keys.rows.codes, two.keys.rows.codes) and mx.array_equal(one.values.rows.codes, two.values.rows.codes)
 
 
 # Trim and grow

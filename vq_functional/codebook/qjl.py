@@ -36,11 +36,16 @@ class QJLOptions:
     sketch: str = "orthogonal"
 
     def __attrs_post_init__(self) -> None:
-        if self.jl_dim is not None:
-            check_int("qjl", "jl_dim", self.jl_dim, 32)
-            check(self.jl_dim % 32 == 0, "qjl", "jl_dim", "must be a multiple of 32", self.jl_dim)
-        check_int("qjl", "seed", self.seed, 0)
-        check_choice("qjl", "sketch", self.sketch, ("orthogonal", "gaussian"))
+        check_sketch("qjl", self.jl_dim, self.seed, self.sketch)
+
+
+def check_sketch(method: str, jl_dim: int | None, seed: int, sketch: str) -> None:
+    """Check the options of a sketch."""
+    if jl_dim is not None:
+        check_int(method, "jl_dim", jl_dim, 32)
+        check(jl_dim % 32 == 0, method, "jl_dim", "must be a multiple of 32", jl_dim)
+    check_int(method, "seed", seed, 0)
+    check_choice(method, "sketch", sketch, ("orthogonal", "gaussian"))
 
 
 @attrs.frozen

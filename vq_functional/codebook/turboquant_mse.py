@@ -53,7 +53,7 @@ class TurboQuantMSECodec(Codec):
     rounds: int
     name = "turboquant_mse"
 
-    def bind(self, dim: int, dtype: mx.Dtype) -> Coder:
+    def bind(self, dim: int, dtype: mx.Dtype) -> "RotatedCoder":
         check(dim >= 3, self.name, "head_dim", "must be at least 3", dim)
         codes = scalar_codes(sphere_codebook(dim, self.bits), self.bits, dim)
         return RotatedCoder(dim, dtype, random_rotation(dim, self.seed, self.rounds), (codes,), self.unbiased)
@@ -70,6 +70,10 @@ class RotatedCoder(Coder):
     unbiased: bool
 
     def encode(self, x: mx.array) -> Rows:
+        return self.split(x)[0]
+
+    def split(self, x: mx.array) -> tuple[Rows, mx.array]:
+        """Rows of `x` [B, H, S, D], and what these leave over of P x: float32 [B, H, S, D]."""
         x = x.astype(mx.float32)
         length = norm(x)
         rest = self.rotation.apply(x / mx.maximum(length, TINY))
@@ -77,20 +81,28 @@ class RotatedCoder(Coder):
         for stage in self.stages:
             codes, levels = stage.encode(rest)
             coded, rest = [*coded, codes], rest - levels
+        levels, held = direction - rest, length
         if self.unbiased:
-            kept = (direction * (direction - rest)).sum(axis=-1, keepdims=True)
-            length = length / mx.maximum(kept, 0.1)
-        return (*coded, length[..., 0].astype(mx.bfloat16))
+            held = length / mx.maximum((direction * levels).sum(axis=-1, keepdims=True), 0.1)
+        held = held.astype(mx.bfloat16)
+        return (*coded, held[..., 0]), length * direction - held.astype(mx.float32) * levels
 
     def decode(self, rows: Rows) -> mx.array:
         *coded, length = rows
-        levels = self._sum([stage.decode(codes) for stage, codes in zip(self.stages, coded, strict=True)])
-        return scaled(self.rotation.undo(levels), length, self.dtype)
+        return scaled(self.rotation.undo(self._levels(coded)), length, self.dtype)
+
+    def turned(self, rows: Rows) -> mx.array:
+        """P x as the rows hold it: float32 [B, H, S, D]."""
+        *coded, length = rows
+        return self._levels(coded) * length.astype(mx.float32)[..., None]
 
     def dot(self, queries: mx.array, rows: Rows) -> mx.array:
+        return self.dot_turned(self.rotation.apply(queries), rows)
+
+    def dot_turned(self, queries: mx.array, rows: Rows) -> mx.array:
+        """`dot` for queries that are rotated already."""
         *coded, length = rows
-        turned = self.rotation.apply(queries)
-        sums = self._sum([stage.dot(turned, codes) for stage, codes in zip(self.stages, coded, strict=True)])
+        sums = self._sum([stage.dot(queries, codes) for stage, codes in zip(self.stages, coded, strict=True)])
         return sums * length.astype(mx.float32)[:, :, None]
 
     def mix(self, weights: mx.array, rows: Rows) -> mx.array:
@@ -98,6 +110,9 @@ class RotatedCoder(Coder):
         weights = weights * length.astype(mx.float32)[:, :, None]
         sums = self._sum([stage.mix(weights, codes) for stage, codes in zip(self.stages, coded, strict=True)])
         return self.rotation.undo(sums)
+
+    def _levels(self, coded: list[mx.array]) -> mx.array:
+        return self._sum([stage.decode(codes) for stage, codes in zip(self.stages, coded, strict=True)])
 
     @staticmethod
     def _sum(terms: list[mx.array]) -> mx.array:

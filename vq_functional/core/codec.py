@@ -1,4 +1,4 @@
-"""Codec: how one row (one token of one head) is held. Rows never depend on each other.
+"""Codec: how rows are held, each one (one token of one head) alone or in units of neighbours.
 
 A `Codec` is a description; `bind` fixes head size and dtype and returns the
 `Coder` that holds the tables (rotation, codebook) and does the arithmetic.
@@ -10,6 +10,8 @@ from typing import TypeAlias
 import attrs
 import mlx.core as mx
 
+from vq_functional.core.tree import flatten, rebuild
+
 Rows: TypeAlias = tuple[mx.array, ...]  # each array [B, H, S, width]
 
 
@@ -19,9 +21,25 @@ class Coder:
     dim: int
     dtype: mx.Dtype
 
+    @property
+    def axes(self) -> tuple[int, ...] | None:
+        """Axis along tokens of each array that `encode` returns; None where it is 2 for all."""
+        return None
+
+    def tables(self, x: mx.array) -> Rows:
+        """Arrays [B, ...] fitted once, to the first rows `x` [B, H, S, D]; their shapes do not depend on S.
+
+        `encode_by` takes them; whatever reads rows finds them behind the rows' own arrays.
+        """
+        return ()
+
     def encode(self, x: mx.array) -> Rows:
-        """Rows of `x` [B, H, S, D]."""
+        """Rows of `x` [B, H, S, D], S a multiple of the codec's `unit`; the first array has the heads at axis 1."""
         raise TypeError(f"{type(self).__name__} does not encode")
+
+    def encode_by(self, x: mx.array, tables: Rows) -> Rows:
+        """`encode` by what was fitted to the first rows."""
+        return self.encode(x)
 
     def decode(self, rows: Rows) -> mx.array:
         """Vectors [B, H, S, D] in `dtype`."""
@@ -35,17 +53,26 @@ class Coder:
         """Weighted sums float32 [B, H, M, D] of the rows; `weights` float32 [B, H, M, S]."""
         return weights @ self.decode(rows).astype(mx.float32)
 
-    def empty(self, batch: int, heads: int, count: int) -> Rows:
-        """Zeroed room for `count` rows."""
-        one = self.encode(mx.zeros((1, 1, 1, self.dim), self.dtype))
-        return tuple(mx.zeros((batch, heads, count, *row.shape[3:]), row.dtype) for row in one)
+    def empty(self, batch: int, heads: int, count: int, unit: int = 1) -> Rows:
+        """Zeroed room for `count` rows that are encoded `unit` at a time."""
+        zeros = mx.zeros((1, heads, unit, self.dim), self.dtype)
+        one = self.encode_by(zeros, self.tables(zeros))
+        shapes = [list(array.shape) for array in one]
+        for shape, axis in zip(shapes, self.axes or (2,) * len(one), strict=True):
+            shape[0], shape[axis] = batch, shape[axis] * count // unit
+        arrays = [mx.zeros(shape, array.dtype) for shape, array in zip(shapes, one, strict=True)]
+        return rebuild(flatten(one)[1], arrays)
 
 
 class Codec:
-    """Description of a per-token codec; hashable, without arrays."""
+    """Description of a codec; hashable, without arrays."""
 
     name: str
     keys_only: bool = False
+    values_only: bool = False
+    unit: int = 1  # neighbouring rows that are packed together; where it is 1, every row stands alone
+    shared: int = 1  # neighbouring rows whose numbers are chosen together
+    warmup: int = 0  # rows that the coder's tables are fitted to
 
     def bind(self, dim: int, dtype: mx.Dtype) -> Coder:
         """The coder for head size `dim`; raises QuantizerConfigError for sizes it can't take."""

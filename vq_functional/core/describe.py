@@ -9,7 +9,12 @@ from vq_functional.core.errors import check
 from vq_functional.core.policy import Policy
 from vq_functional.core.transform import Transform
 
-_BASES = (Transform, Policy, Codec)
+
+class Described:
+    """Base of a part of a transform that is neither a transform nor a policy or codec."""
+
+
+_BASES = (Transform, Policy, Codec, Described)
 
 
 def describe(part: Any) -> Any:

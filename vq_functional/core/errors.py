@@ -2,6 +2,8 @@
 
 from typing import Any
 
+INFINITE = float("inf")
+
 
 class QuantizerConfigError(ValueError):
     """An option or an input that a method can't take: method, field, rule, what came."""
@@ -20,14 +22,29 @@ def check_int(method: str, field: str, value: Any, low: int, high: int | None = 
     check(whole and value >= low and (high is None or value <= high), method, field, rule, value)
 
 
-def check_number(method: str, field: str, value: Any, above: float, high: float = float("inf")) -> None:
+def check_number(method: str, field: str, value: Any, above: float, high: float = INFINITE) -> None:
     """Check that `value` is a number in (above, high]."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    rule = f"must be a number in ({above}, {high}]" if high < float("inf") else f"must be a number > {above}"
-    check(number and above < value <= high, method, field, rule, value)
+    rule = f"must be a number in ({above}, {high}]" if high < INFINITE else f"must be a number > {above}"
+    check(_is_number(value) and above < value <= high, method, field, rule, value)
+
+
+def check_between(
+    method: str, field: str, value: Any, low: float = -INFINITE, high: float = INFINITE, below: float = INFINITE
+) -> None:
+    """Check that `value` is a finite number in [low, high], or in [low, below)."""
+    inside = _is_number(value) and low <= value <= high and -INFINITE < value < below
+    if high < INFINITE or below < INFINITE:
+        rule = f" in [{low}, {high}]" if high < below else f" in [{low}, {below})"
+    else:
+        rule = f" >= {low}" if low > -INFINITE else ""
+    check(inside, method, field, f"must be a finite number{rule}", value)
 
 
 def check_choice(method: str, field: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Check that `value` is one of `choices`, of the same type: 1 is not True."""
     known = any(value == choice and type(value) is type(choice) for choice in choices)
     check(known, method, field, f"must be one of {choices}", value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -48,8 +48,10 @@ class RowStore(Store, Transform):
     take = True
 
     def __attrs_post_init__(self) -> None:
-        rule = "can't be a codec for keys only"
-        check(not self.value.keys_only, self.name, "value", rule, self.value.name)
+        check_sides(self.name, self.key, self.value)
+        for field, codec in (("key", self.key), ("value", self.value)):
+            alone = codec.unit == 1 and codec.warmup == 0
+            check(alone, self.name, field, "must be a codec whose rows stand alone", codec.name)
 
     @property
     def coded(self) -> bool:
@@ -111,6 +113,12 @@ class RowStore(Store, Transform):
 
     def overflows(self, state: RowState, n: int) -> mx.array:
         return state.offset + n > state.rows.count
+
+
+def check_sides(name: str, key: Codec, value: Codec) -> None:
+    """Refuse a codec for keys only on the values' side, and the other way round."""
+    check(not value.keys_only, name, "value", "can't be a codec for keys only", value.name)
+    check(not key.values_only, name, "key", "can't be a codec for values only", key.name)
 
 
 def first_rows(rows: HeldRows, count: int) -> HeldRows:

@@ -27,6 +27,8 @@ class Fill:
     coded: int = 0  # of these, rows that are packed in groups along tokens
     prompt: int = 0  # tokens that came in calls of several
     limit: int = 0  # rows that may stay, where this is agreed between layers; 0 where the options say it
+    older: int = 0  # of the coded rows, those that have gone on to coarser codes
+    oldest: int = 0  # of these, those that have gone on a second time
 
 
 class Transform:
@@ -40,6 +42,11 @@ class Transform:
     def coded(self) -> bool:
         """Whether some of what is held are codes, so that `attend` saves reading them as vectors."""
         return True
+
+    @property
+    def observes(self) -> bool:
+        """Whether it remembers something of the queries of every call, single tokens included."""
+        return False
 
     @property
     def window(self) -> int | None:
@@ -82,6 +89,10 @@ class Transform:
 
         `proxy`: the keys stand in for queries that nobody handed over.
         """
+        return held
+
+    def observe(self, held: Any, queries: mx.array, lengths: mx.array | None = None, proxy: bool = False) -> Any:
+        """`settle` after a call that gives nothing up and packs nothing."""
         return held
 
     def settle_in(
@@ -137,7 +148,7 @@ class Transform:
 
     def written(self, fill: Fill, n: int) -> Fill:
         """`fill` after `write` of `n` tokens."""
-        return Fill(fill.tokens + n, fill.rows + n, fill.coded)
+        return attrs.evolve(fill, tokens=fill.tokens + n, rows=fill.rows + n)
 
     def settled(self, fill: Fill, n: int) -> Fill:
         """`fill` after `settle` of a call of `n` tokens."""

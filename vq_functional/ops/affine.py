@@ -31,14 +31,18 @@ def quantize(x: mx.array, bits: int, group: int, dtype: mx.Dtype) -> Groups:
     take the nearest end, NaN the lowest value.
     """
     x = x.astype(mx.float32).reshape(*x.shape[:-1], -1, group)
-    low, high = _finite_range(x)
-    top, largest = 2**bits - 1, mx.finfo(dtype).max
+    low, high = finite_range(x)
     zeros = low.astype(dtype)
-    scales = mx.minimum((high - low) / top, largest).astype(dtype)
-    scale, zero = (a.astype(mx.float32)[..., None] for a in (scales, zeros))
-    steps = mx.where(scale > 0, (x - zero) / mx.where(scale > 0, scale, 1), 0)
-    codes = mx.clip(mx.round(mx.where(mx.isnan(steps), 0, steps)), 0, top).astype(mx.uint32)
+    scales = mx.minimum((high - low) / (2**bits - 1), mx.finfo(dtype).max).astype(dtype)
+    codes = steps(x, scales.astype(mx.float32), zeros.astype(mx.float32), bits)
     return Groups(pack(codes.flatten(-2), bits), scales, zeros)
+
+
+def steps(x: mx.array, scales: mx.array, zeros: mx.array, bits: int) -> mx.array:
+    """Codes uint32 [..., group] of float32 `x` [..., group]: whole steps of `scales` above `zeros`, float32 [...]."""
+    scale, zero = scales[..., None], zeros[..., None]
+    count = mx.where(scale > 0, (x - zero) / mx.where(scale > 0, scale, 1), 0)
+    return mx.clip(mx.round(mx.where(mx.isnan(count), 0, count)), 0, 2**bits - 1).astype(mx.uint32)
 
 
 def dequantize(groups: Groups, bits: int, group: int) -> mx.array:
@@ -65,7 +69,8 @@ def fused(bits: int, group: int) -> bool:
     return group in FUSED_GROUPS and (bits in FUSED_BITS or (bits == 1 and one_bit_matmul(mx.default_device().type)))
 
 
-def _finite_range(x: mx.array) -> tuple[mx.array, mx.array]:
+def finite_range(x: mx.array) -> tuple[mx.array, mx.array]:
+    """Lowest and highest finite number along the last axis; zeros where there is none."""
     finite = mx.isfinite(x)
     low = mx.where(finite, x, mx.inf).min(axis=-1)
     high = mx.where(finite, x, -mx.inf).max(axis=-1)

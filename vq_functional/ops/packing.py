@@ -30,12 +30,8 @@ def unpack(packed: mx.array, bits: int, count: int) -> mx.array:
     """Codes uint32 [..., count] of a bit stream [..., words]."""
     if WORD % bits == 0:
         return cut(split_words(packed, bits), count)
-    start = mx.arange(count, dtype=mx.uint32) * bits
-    word, shift = start // WORD, start % WORD
-    low = packed[..., word] >> shift
-    high = packed[..., mx.minimum(word + 1, packed.shape[-1] - 1)] << (WORD - mx.maximum(shift, 1))
-    spills = shift + bits > WORD
-    return mx.where(spills, low | high, low) & (2**bits - 1)
+    bit = split_words(packed, 1).flatten(-2)[..., : count * bits].reshape(*packed.shape[:-1], count, bits)
+    return (bit << mx.arange(bits, dtype=mx.uint32)).sum(axis=-1).astype(mx.uint32)
 
 
 def split_words(packed: mx.array, bits: int) -> mx.array:

@@ -1,0 +1,120 @@
+"""CountedState: one layer's state, and plain numbers that tell how full it is and how much room it needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from vq_adapters.steps import steps
+from vq_functional.core.errors import check
+from vq_functional.core.spec import KVSpec
+from vq_functional.core.transform import Fill, Transform
+
+STEP = 64  # rows by which a growing store grows
+
+
+class CountedState:
+    """Counts tokens on the host from shapes, and grows the state; nothing of it is copied or read back."""
+
+    def _reset(self, transform: Transform, max_tokens: int | None, query_heads: int | None) -> None:
+        self.transform = transform
+        self.max_tokens = max_tokens
+        self.query_heads = query_heads
+        self._state: Any = None
+        self._fills = [Fill()]  # one a batch row, or one for all while nothing differs
+        self._batched = False
+        self._remaining: list[int] | None = None  # valid tokens to come of a right-padded prompt
+        self._padding: list[int] | None = None  # left padding to come
+
+    def empty(self) -> bool:
+        """Whether no token has come yet."""
+        return self._state is None
+
+    def _check(self, keys: mx.array, values: mx.array) -> None:
+        """Refuse what doesn't fit, before anything changes."""
+        name, n = self.transform.name, keys.shape[2] if keys.ndim == 4 else 0
+        self.transform.check_input(keys, values, layout=None if self._state is None else self._state.layout)
+        rows = len(self._fills)
+        open_batch = self._state is None and not self._batched
+        check(open_batch or keys.shape[0] == rows, name, "keys", f"must have {rows} batch rows", keys.shape)
+        if self.max_tokens is not None:
+            most = max(fill.tokens for fill in self._fills) + n
+            check(most <= self.max_tokens, name, "capacity", f"is {self.max_tokens} tokens", most)
+
+    def _open(self, keys: mx.array, values: mx.array, n: int) -> None:
+        """Make the state, or the room in it, for a call of `n` tokens."""
+        if self._state is not None:
+            self._reserve(n)
+            return
+        self._fills = spread(self._fills, keys.shape[0])
+        batch, heads, _, key_dim = keys.shape
+        self._state = self._blank(batch, heads, key_dim, values.shape[3], keys.dtype, n)
+
+    def _write(self, keys: mx.array, values: mx.array, counts: list[int], lengths: mx.array | None) -> None:
+        """Take in a call whose rows of the batch have so many tokens in `counts`, `lengths` if padded on the right."""
+        n = keys.shape[2]
+        write = steps(self.transform).write if n == 1 and lengths is None else self.transform.write
+        self._state = write(self._state, keys, values, lengths)
+        self._fills = self._advance(self.transform.written, counts)
+        if self._remaining is not None:
+            self._remaining = [left - count for left, count in zip(self._remaining, counts, strict=True)]
+        if self._padding is not None:
+            left = [pad - n + count for pad, count in zip(self._padding, counts, strict=True)]
+            self._padding = left if any(left) else None
+
+    def _drop(self, n: int) -> None:
+        if n > 0:
+            self._state = self.transform.trim(self._state, n)
+            self._fills = [self.transform.trimmed(fill, n) for fill in self._fills]
+
+    def _counts(self, n: int) -> tuple[list[int], mx.array | None]:
+        """Tokens of a call of `n` that are no padding, by batch row; as an array too where there is right padding."""
+        if self._padding is not None:
+            return [n - min(pad, n) for pad in self._padding], None
+        if self._remaining is None:
+            return [n] * len(self._fills), None
+        counts = [min(left, n) for left in self._remaining]
+        return counts, mx.array(counts, mx.int32)
+
+    def _advance(self, moment: Any, counts: list[int]) -> list[Fill]:
+        return [moment(fill, count) for fill, count in zip(self._fills, counts, strict=True)]
+
+    def _uniform(self) -> bool:
+        return self._padding is None and all(fill == self._fills[0] for fill in self._fills[1:])
+
+    def _state_for(self, n: int) -> Any:
+        """The state with room for `n` tokens; a blank one before the first call, whose shapes nobody knows yet."""
+        self._reserve(n)
+        if self._state is not None:
+            return self._state
+        return self._blank(len(self._fills), 1, 32, 32, mx.float16, n)
+
+    def _blank(self, batch: int, heads: int, key_dim: int, value_dim: int, dtype: mx.Dtype, n: int) -> Any:
+        spec = KVSpec(
+            batch=batch,
+            kv_heads=heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            dtype=dtype,
+            capacity=self._capacity(n),
+        )
+        padding = None if self._padding is None else mx.array(self._padding, mx.int32)
+        return self.transform.init_state(spec, padding)
+
+    def _reserve(self, n: int) -> None:
+        if self._state is not None and self._room(n) > self.transform.capacity(self._state):
+            self._state = self.transform.grow(self._state, self._capacity(n))
+
+    def _room(self, n: int) -> int:
+        counts = self._counts(n)[0]
+        rooms = (self.transform.room(fill, n, count) for fill, count in zip(self._fills, counts, strict=True))
+        return max(rooms, default=0)
+
+    def _capacity(self, n: int) -> int:
+        return max(-(-self._room(n) // STEP) * STEP, 1)
+
+
+def spread(fills: list[Fill], rows: int) -> list[Fill]:
+    """One fill a batch row."""
+    return fills * rows if len(fills) == 1 else fills

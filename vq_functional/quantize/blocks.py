@@ -1,0 +1,300 @@
+"""Blocks: codes for the old rows, the newest rows exact, and chosen sinks exact among the coded ones.
+
+Rows are packed a block at a time, when `residual` newer ones have come. Keys
+and values share the frontier between codes and exact rows; it follows from the
+number of tokens alone, so results do not depend on how a prompt was cut. A call
+attends to its own rows, and to all that were exact when it began, exactly.
+"""
+
+import math
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from vq_functional.core.codec import Codec, Part, PlainCodec, Rows, bind
+from vq_functional.core.errors import check, check_int
+from vq_functional.core.spec import KVSpec, Layout
+from vq_functional.core.store import Store, check_sides, start_offset
+from vq_functional.core.transform import Fill, Transform
+from vq_functional.core.tree import map_leaves, static_field
+from vq_functional.ops.attention import Parts
+from vq_functional.ops.rows import drop_left_padding, extend_rows, read_rows, write_rows
+from vq_functional.quantize.sinks import Patched, SinkRule, Sinks, without_sinks
+from vq_functional.quantize.units import Units, units
+
+
+@attrs.frozen
+class Recent:
+    """Exact rows from the frontier on, and what is remembered of them."""
+
+    keys: mx.array  # [B, H, R, D]
+    values: mx.array
+    memory: Any = ()  # a tree of arrays [B, H, R, ...]
+
+
+@attrs.frozen
+class Coded:
+    """Rows in blocks, as a coder packs them."""
+
+    rows: Rows
+    tables: Rows  # what the coder fitted to the first rows
+
+
+@attrs.frozen
+class BlockState:
+    keys: Coded
+    values: Coded
+    sinks: Sinks | None
+    recent: Recent
+    coded: mx.array  # int32 [B]: rows in blocks
+    offset: mx.array  # int32 [B]: tokens seen
+    layout: Layout = static_field()
+
+
+@attrs.frozen
+class Blocks(Store, Transform):
+    """Keeps every token. Rows of a block may share numbers, so no policy can move them.
+
+    `residual` newest rows are exact at least; `sinks` tells which rows stay exact for good.
+    """
+
+    name: str
+    key: Codec
+    value: Codec
+    residual: int = 0
+    sinks: SinkRule | None = None
+
+    def __attrs_post_init__(self) -> None:
+        check_int(self.name, "residual", self.residual, 0)
+        check_sides(self.name, self.key, self.value)
+
+    @property
+    def block(self) -> int:
+        """Rows packed at a time."""
+        return math.lcm(self.key.unit, self.value.unit)
+
+    @property
+    def least(self) -> int:
+        """Rows of the first packing: whole blocks, and enough to fit tables to."""
+        return max(self.block, self._columns(max(self.key.warmup, self.value.warmup)))
+
+    @property
+    def recent_rows(self) -> int:
+        """Room for exact rows between calls."""
+        return self.residual + self.least
+
+    # What a method may add
+
+    def begin_memory(self, batch: int, heads: int) -> Any:
+        """What is remembered of each of `recent_rows` rows before any has come: arrays [B, H, rows, ...]."""
+        return ()
+
+    def remember(self, held: BlockState, queries: mx.array, lengths: mx.array | None, proxy: bool) -> Any:
+        """Memory of the exact rows after a call whose queries were `queries` [B, Hq, S, D]."""
+        return held.recent.memory
+
+    def encode(self, layout: Layout, recent: Recent, tables: tuple[Rows, Rows]) -> tuple[Rows, Rows]:
+        """Keys and values of whole blocks, packed."""
+        key, value = self.sides(layout)
+        return key.coder.encode_by(recent.keys, tables[0]), value.coder.encode_by(recent.values, tables[1])
+
+    # The transform
+
+    def sides(self, layout: Layout) -> tuple[Units, Units]:
+        """How keys and values are packed; raises QuantizerConfigError for head sizes they can't take."""
+        heads, dtype = layout.kv_heads, layout.dtype
+        return units(self.key, layout.key_dim, dtype, heads), units(self.value, layout.value_dim, dtype, heads)
+
+    def init_state(self, spec: KVSpec, left_padding: mx.array | None = None) -> BlockState:
+        batch, layout = spec.batch, spec.layout
+        columns = self._columns(spec.capacity + (self.least if self.residual < self.least else 0))
+        dims = layout.key_dim, layout.value_dim
+        recent_keys, recent_values = (
+            mx.zeros((batch, layout.kv_heads, self.recent_rows, dim), layout.dtype) for dim in dims
+        )
+        keys, values = (
+            Coded(side.empty(batch, layout.kv_heads, columns), side.empty_tables(batch, layout.kv_heads))
+            for side in self.sides(layout)
+        )
+        return BlockState(
+            keys,
+            values,
+            None if self.sinks is None else self.sinks.empty(spec),
+            Recent(recent_keys, recent_values, self.begin_memory(batch, layout.kv_heads)),
+            coded=mx.zeros((batch,), mx.int32),
+            offset=start_offset(batch, left_padding),
+            layout=layout,
+        )
+
+    def write(self, state: BlockState, keys: mx.array, values: mx.array, lengths: mx.array | None = None) -> BlockState:
+        n = keys.shape[2]
+        padding = mx.maximum(-state.offset, 0)
+        start = mx.maximum(state.offset, 0) - state.coded
+        room = self.recent_rows + (n if n > 1 else 0)
+
+        def append(recent: mx.array, x: mx.array) -> mx.array:
+            return write_rows(extend_rows(recent, room), drop_left_padding(x, padding), start)
+
+        memory = map_leaves(lambda x: extend_rows(x, room), state.recent.memory)
+        recent = Recent(append(state.recent.keys, keys), append(state.recent.values, values), memory)
+        return attrs.evolve(state, recent=recent, offset=state.offset + (n if lengths is None else lengths))
+
+    def observe(
+        self, held: BlockState, queries: mx.array, lengths: mx.array | None = None, proxy: bool = False
+    ) -> BlockState:
+        recent = attrs.evolve(held.recent, memory=self.remember(held, queries, lengths, proxy))
+        return attrs.evolve(held, recent=recent)
+
+    def settle(
+        self, held: BlockState, queries: mx.array, lengths: mx.array | None = None, proxy: bool = False
+    ) -> BlockState:
+        count, room = self._packed_at_once(queries.shape[2]), self.capacity(held)
+        check(count <= room, self.name, "keys", f"must fit the capacity of {room} packed rows", queries.shape[2])
+        coded = mx.maximum(held.coded, self._frontier(held.offset))
+        held = self.observe(held, queries, lengths, proxy)
+        wide = map_leaves(lambda x: extend_rows(x, self.recent_rows + count), held.recent)
+        packed = self._packed(held, map_leaves(lambda x: x[:, :, :count], wide), coded)
+        recent = map_leaves(lambda x: read_rows(x, coded - held.coded, self.recent_rows), wide)
+        return attrs.evolve(packed, recent=recent, coded=coded)
+
+    def parts(self, held: BlockState, fill: Fill | None = None) -> tuple[Parts, Parts]:
+        keys, values, columns = held.recent.keys, held.recent.values, self.capacity(held)
+        if fill is not None:
+            columns, count = fill.coded, fill.rows - fill.coded
+            keys, values = keys[:, :, :count], values[:, :, :count]
+        coders = [bind(PlainCodec(), x.shape[-1], held.layout.dtype) for x in (keys, values)]
+        key, value = (Part(coder, (x,), x.shape[2]) for coder, x in zip(coders, (keys, values), strict=True))
+        if columns == 0:
+            return (key,), (value,)
+        old_keys, old_values = self._coded_parts(held, None, columns)
+        return (old_keys, key), (old_values, value)
+
+    def positions(self, held: BlockState) -> mx.array:
+        return self._positions(held, held.recent.keys.shape[2])
+
+    def positions_after(self, state: BlockState, n: int, fill: Fill | None = None) -> mx.array:
+        if fill is not None:
+            return mx.broadcast_to(mx.arange(fill.rows + n), (state.offset.shape[0], 1, fill.rows + n))
+        return self._positions(state, self.recent_rows + (n if n > 1 else 0))
+
+    def grow(self, state: BlockState, capacity: int) -> BlockState:
+        columns = self._columns(capacity)
+        if columns <= self.capacity(state):
+            return state
+        keys, values = (
+            attrs.evolve(coded, rows=side.grown(coded.rows, columns))
+            for side, coded in zip(self.sides(state.layout), (state.keys, state.values), strict=True)
+        )
+        return attrs.evolve(state, keys=keys, values=values)
+
+    def trim(self, state: BlockState, n: int) -> BlockState:
+        """Drop the newest `n` rows. Rows that were in blocks and now belong to the exact ones stay as they read."""
+        offset = mx.maximum(state.offset - n, 0)
+        if self.capacity(state) < self.least:  # no block has been packed
+            return attrs.evolve(state, offset=offset)
+        behind = offset < state.coded
+        coded = mx.where(behind, self._reopened(offset), state.coded)
+        keys, values = (part.decode() for part in self._coded_parts(state, coded))
+
+        def reopened(read: mx.array, recent: mx.array) -> mx.array:
+            return mx.where(behind[:, None, None, None], extend_rows(read, recent.shape[2]), recent)
+
+        recent = attrs.evolve(
+            state.recent, keys=reopened(keys, state.recent.keys), values=reopened(values, state.recent.values)
+        )
+        return attrs.evolve(state, recent=recent, coded=coded, offset=offset)
+
+    def settled(self, fill: Fill, n: int) -> Fill:
+        past = max(0, fill.tokens - self.residual)
+        coded = past // self.block * self.block if past >= self.least else 0
+        return Fill(fill.tokens, fill.rows, max(fill.coded, coded))
+
+    def trimmed(self, fill: Fill, n: int) -> Fill:
+        tokens = max(fill.tokens - n, 0)
+        if tokens >= fill.coded:
+            return Fill(tokens, tokens, fill.coded)
+        return Fill(tokens, tokens, tokens // self.block * self.block if tokens >= self.least else 0)
+
+    def settles(self, fill: Fill, n: int) -> bool:
+        return n > 1 or self.settled(fill, n) != fill
+
+    def room(self, fill: Fill, n: int, count: int | None = None) -> int:
+        return fill.coded + self._packed_at_once(n) if self.settles(self.written(fill, n), n) else fill.coded
+
+    def capacity(self, state: BlockState) -> int:
+        return self.sides(state.layout)[1].count(state.values.rows)
+
+    def fits(self, state: BlockState, fill: Fill) -> bool:
+        return fill.coded <= self.capacity(state) and fill.rows - fill.coded <= self.recent_rows
+
+    def overflows(self, state: BlockState, n: int) -> mx.array:
+        coded = mx.maximum(state.coded, self._frontier(state.offset + n))
+        return (coded > state.coded) & (state.coded + self._packed_at_once(n) > self.capacity(state))
+
+    def _packed(self, held: BlockState, recent: Recent, coded: mx.array) -> BlockState:
+        """The state with `recent`, whole blocks, packed behind the frontier; `coded` int [B] tells how many count."""
+        key, value = sides = self.sides(held.layout)
+        sinks = held.sinks
+        if self.sinks is not None and sinks is not None:
+            sinks = self.sinks.valid(sinks, held.coded)
+            sinks, chosen = self.sinks.choose(sinks, recent.keys, recent.values, held.coded, coded, self.block)
+            drawn = [
+                without_sinks(x, chosen, codec.shared)
+                for x, codec in ((recent.keys, self.key), (recent.values, self.value))
+            ]
+            recent = attrs.evolve(recent, keys=drawn[0], values=drawn[1])
+        begins = (held.coded == 0) & (coded > 0)
+        tables = tuple(
+            side.fitted(old.tables, x[:, :, : self.least], begins)
+            for side, old, x in zip(sides, (held.keys, held.values), (recent.keys, recent.values), strict=True)
+        )
+        new_keys, new_values = self.encode(held.layout, recent, (tables[0], tables[1]))
+        keys = Coded(key.write(held.keys.rows, new_keys, held.coded), tables[0])
+        values = Coded(value.write(held.values.rows, new_values, held.coded), tables[1])
+        return attrs.evolve(held, keys=keys, values=values, sinks=sinks)
+
+    def _coded_parts(self, held: BlockState, start: mx.array | None, columns: int | None = None) -> list[Part]:
+        """Keys and values in blocks: the first `columns`, or the `least` rows from `start` int [B]."""
+        sinks, parts = held.sinks, []
+        position = None if sinks is None else mx.where(sinks.position < held.coded[:, None], sinks.position, -1)
+        if start is not None and position is not None:
+            position = position - start[:, None]
+        exact = (None, None) if sinks is None else (sinks.keys, sinks.values)
+        for side, coded, x in zip(self.sides(held.layout), (held.keys, held.values), exact, strict=True):
+            count = self.least if columns is None else columns
+            rows = side.first(coded.rows, count) if start is None else side.read(coded.rows, start, count)
+            rows = (*rows, *coded.tables)
+            if x is None or position is None:
+                parts.append(Part(side.coder, rows, count))
+            else:
+                parts.append(Part(Patched(side.coder), (*rows, x, position), count))
+        return parts
+
+    def _packed_at_once(self, n: int) -> int:
+        """Rows that a call of `n` tokens can complete, in blocks; all are packed and the frontier tells which count."""
+        return (self.least - 1 + n) // self.block * self.block
+
+    def _frontier(self, offset: mx.array) -> mx.array:
+        return self._reopened(mx.maximum(offset - self.residual, 0))
+
+    def _reopened(self, tokens: mx.array) -> mx.array:
+        """Rows int [B] in blocks when `tokens` may be."""
+        return mx.where(tokens >= self.least, tokens // self.block * self.block, 0)
+
+    def _columns(self, capacity: int) -> int:
+        return -(-capacity // self.block) * self.block
+
+    def _positions(self, state: BlockState, recent: int) -> mx.array:
+        """Positions of the coded columns, then of `recent` exact ones."""
+        columns = mx.arange(self.capacity(state))
+        coded = mx.where(columns < state.coded[:, None], columns, -1)
+        exact = state.coded[:, None] + mx.arange(recent)
+        return mx.concatenate([coded, exact], axis=-1)[:, None]
+
+
+def blocks(
+    *, key: Codec, value: Codec, residual: int = 128, sinks: SinkRule | None = None, name: str = "blocks"
+) -> Blocks:
+    """Any codecs, those of tokens alone included, behind `residual` exact rows; keeps every token."""
+    return Blocks(name, key, value, residual, sinks)

@@ -1,0 +1,100 @@
+"""How the arrays of a coder run along tokens: every one has its axis, and its extent for a unit of rows."""
+
+import functools
+from collections.abc import Callable
+
+import attrs
+import mlx.core as mx
+
+from vq_functional.core.codec import Codec, Coder, Rows, bind
+from vq_functional.core.tree import flatten, rebuild
+from vq_functional.ops.rows import read_rows, write_rows
+
+
+@attrs.frozen(eq=False)
+class Units:
+    """A coder's arrays, in units of `size` rows. Row numbers are multiples of `size`."""
+
+    coder: Coder
+    size: int
+    spans: tuple[tuple[int, int], ...]  # axis and extent of one unit, for each array
+
+    def empty(self, batch: int, heads: int, count: int) -> Rows:
+        """Zeroed room for `count` rows."""
+        return self.coder.empty(batch, heads, count, self.size)
+
+    def empty_tables(self, batch: int, heads: int) -> Rows:
+        """Room for the coder's tables."""
+        tables = self.coder.tables(mx.zeros((1, heads, self.size, self.coder.dim), self.coder.dtype))
+        return tuple(mx.zeros((batch, *table.shape[1:]), table.dtype) for table in tables)
+
+    def fitted(self, tables: Rows, x: mx.array, begins: mx.array) -> Rows:
+        """`tables`, fitted to the rows `x` [B, H, S, D] where a sequence `begins`, bool [B]."""
+        if not tables:
+            return tables
+        fresh = self.coder.tables(x)
+        return tuple(
+            mx.where(begins.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+            for new, old in zip(fresh, tables, strict=True)
+        )
+
+    def write(self, held: Rows, new: Rows, start: mx.array) -> Rows:
+        """`held` with `new` at row `start` int [B]."""
+        at = start // self.size
+        return self._each(held, lambda i, x, axis, extent: write_rows(x, new[i], at * extent, axis))
+
+    def place(self, held: Rows, new: Rows, start: mx.array, end: mx.array) -> Rows:
+        """`held` with the first rows of `new` as its rows from `start` to `end`, int [B]; `new` may be longer."""
+
+        def put(i: int, x: mx.array, axis: int, extent: int) -> mx.array:
+            shape = [1] * x.ndim
+            shape[axis] = x.shape[axis]
+            place, (low, high) = mx.arange(x.shape[axis]).reshape(shape), (self._along(at, x) for at in (start, end))
+            place, low, high = place // extent, low // self.size, high // self.size
+            index = mx.clip(place - low, 0, new[i].shape[axis] // extent - 1) * extent
+            index = index + (mx.arange(x.shape[axis]) % extent).reshape(shape)
+            fresh = mx.take_along_axis(new[i], mx.broadcast_to(index, (*x.shape[:1], *index.shape[1:])), axis=axis)
+            return mx.where((place >= low) & (place < high), fresh, x)
+
+        return self._each(held, put)
+
+    @staticmethod
+    def _along(at: mx.array, x: mx.array) -> mx.array:
+        return at.reshape(-1, *(1,) * (x.ndim - 1))
+
+    def read(self, held: Rows, start: mx.array, count: int) -> Rows:
+        """`count` rows from `start` int [B]."""
+        at, units = start // self.size, count // self.size
+        return self._each(held, lambda i, x, axis, extent: read_rows(x, at * extent, units * extent, axis))
+
+    def first(self, held: Rows, count: int) -> Rows:
+        """The first `count` rows, as views."""
+        units = count // self.size
+        return self._each(held, lambda i, x, axis, extent: x[(slice(None),) * axis + (slice(units * extent),)])
+
+    def grown(self, held: Rows, count: int) -> Rows:
+        """The same rows with room for `count`."""
+
+        def wider(i: int, x: mx.array, axis: int, extent: int) -> mx.array:
+            missing = count // self.size * extent - x.shape[axis]
+            return mx.pad(x, [(0, missing if at == axis else 0) for at in range(x.ndim)])
+
+        return self._each(held, wider)
+
+    def count(self, held: Rows) -> int:
+        """Rows that `held` has room for."""
+        axis, extent = self.spans[0]
+        return held[0].shape[axis] // extent * self.size
+
+    def _each(self, held: Rows, change: Callable[[int, mx.array, int, int], mx.array]) -> Rows:
+        changed = [change(i, x, *span) for i, (x, span) in enumerate(zip(held, self.spans, strict=True))]
+        return rebuild(flatten(held)[1], changed)
+
+
+@functools.lru_cache(maxsize=512)
+def units(codec: Codec, dim: int, dtype: mx.Dtype, heads: int) -> Units:
+    """The units of a codec for a head size and number of heads."""
+    coder = bind(codec, dim, dtype)
+    one = coder.empty(1, heads, codec.unit, codec.unit)
+    axes = coder.axes or (2,) * len(one)
+    return Units(coder, codec.unit, tuple((axis, x.shape[axis]) for axis, x in zip(axes, one, strict=True)))
