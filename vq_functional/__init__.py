@@ -33,6 +33,7 @@ from vq_functional.evict.tova import tova, tova_policy
 from vq_functional.hybrid.rocketkv import rocketkv, rocketkv_policy
 from vq_functional.methods import METHODS
 from vq_functional.quantize.age_tiered import age_tiered
+from vq_functional.quantize.blocks import blocks
 from vq_functional.quantize.int8 import int8_codec
 from vq_functional.quantize.kivi import kivi
 from vq_functional.quantize.kivi_sink import kivi_sink
@@ -47,6 +48,7 @@ __all__ = [
     "Store",
     "Transform",
     "age_tiered",
+    "blocks",
     "cam",
     "cam_policy",
     "chain",

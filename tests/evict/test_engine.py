@@ -1,6 +1,7 @@
 """The eviction engine: slots, masks, batches and stores, whatever the policy."""
 
 import math
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -46,6 +47,7 @@ from vq_functional import (
 from vq_functional.core.store import RowStore
 from vq_functional.core.transform import Fill
 from vq_functional.core.tree import flatten, map_leaves
+from vq_functional.evict.engine import Evicting
 
 POLICIES = {
     "streaming_llm": streaming_llm_policy(n_sink=2, window_size=10),
@@ -297,6 +299,20 @@ def test_default_name_names_both_parts(policy: Policy) -> None:
 
 
 # States and batches
+
+
+def test_pieces_of_long_calls_are_one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the calls, and whatever is left over for the last piece."""
+    traces, settle = [], Evicting._settle_stride
+
+    def counted(self: Evicting, *arguments: Any) -> Any:
+        traces.append(arguments)
+        return settle(self, *arguments)
+
+    monkeypatch.setattr(Evicting, "_settle_stride", counted)
+    transform: Any = chain(h2o_policy(budget=13, n_sink=2, grace=3), rows())
+    feed(transform, make_stream(15, 200), [57, 1, 29, 84, 1, 28])
+    assert len(traces) == 1
 
 
 @ALL

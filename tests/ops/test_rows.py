@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vq_functional.ops.rows import (
+    chosen,
     drop_left_padding,
     extend_last,
     extend_rows,
+    newest_rows,
     pick,
     put,
     read_rows,
@@ -114,6 +116,22 @@ def test_pick_and_put_by_index(width: tuple[int, ...], dtype: mx.Dtype) -> None:
     assert changed.dtype == dtype and np.array_equal(numbers(changed), want)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("width", [(), (5,)], ids=["numbers", "rows"])
+def test_pick_by_one_index_for_all_heads(width: tuple[int, ...], count: int) -> None:
+    x, index = draw(2, 3, 6, *width), draw(2, 1, count, seed=1, dtype=mx.int32) % 6
+    want = np.stack([numbers(x)[i][:, index[i, 0].tolist()] for i in range(2)])
+    assert np.array_equal(numbers(pick(x, index)), want)
+
+
+@pytest.mark.parametrize("index", [[-7, 1, 99], [6, 6, 0], [-1], [6]], ids=str)
+@pytest.mark.parametrize("width", [(), (5,)], ids=["numbers", "rows"])
+def test_pick_stays_within_a_head(width: tuple[int, ...], index: list[int]) -> None:
+    x = draw(2, 3, 6, *width)
+    want = numbers(x)[:, :, [min(max(i, 0), 5) for i in index]]
+    assert np.array_equal(numbers(pick(x, mx.broadcast_to(mx.array(index), (2, 3, len(index))))), want)
+
+
 def test_put_spreads_one_row_over_all_heads() -> None:
     x = mx.zeros((2, 3, 5), mx.int32)
     got = put(x, mx.full((2, 3, 1), 2), mx.full((2, 3, 1), 9, mx.int32))
@@ -163,6 +181,21 @@ def test_top_rows_keeps_the_highest(priority: list[float], latest: bool, data: s
     got = top_rows(mx.array([[priority]]), mx.array([keep]), size, latest)[0, 0].tolist()
     assert len(got) == size == len(set(got)) and all(0 <= i < len(priority) for i in got)
     assert got[: len(want)] == want
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 7])
+def test_newest_rows_come_in_token_order(count: int) -> None:
+    position = mx.array([[[4, -1, 9, 0, 7, -1, 2]]])
+    want = [-1, -1, 0, 2, 4, 7, 9][-count:]
+    assert pick(position, newest_rows(position, count)).tolist() == [[want]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 6])
+@pytest.mark.parametrize("wanted", [[], [4], [1, 2, 5]], ids=str)
+def test_chosen_are_the_first_that_are_wanted(wanted: list[int], size: int) -> None:
+    index, valid = chosen(mx.array([[[column in wanted for column in range(6)]]]), size)
+    found = [column for column, real in zip(index[0, 0].tolist(), valid[0, 0].tolist()) if real]
+    assert index.shape == valid.shape == (1, 1, size) and found == wanted[:size]
 
 
 @pytest.mark.parametrize("latest", [True, False])

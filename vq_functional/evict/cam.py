@@ -9,6 +9,7 @@ Differs from the paper: the first `n_sink` rows stay; a call of several tokens
 evicts at its end, and merges into what is left then.
 """
 
+import functools
 import warnings
 from typing import Any
 
@@ -20,9 +21,9 @@ from vq_functional.core.policy import Picked, Scene, Shares, Spans, check_policy
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.evict.chain import chain
+from vq_functional.evict.folding import of
 from vq_functional.evict.mass import MassPolicy
 from vq_functional.ops.rows import pick, token_order, victim_row
-from vq_functional.ops.vectors import TINY, norm
 
 MERGES = ("sim_weighted", "mean", "drop", "window")
 
@@ -85,39 +86,36 @@ class CaMPolicy(MassPolicy):
     def fold(
         self, memory: mx.array, scene: Scene, kept: Picked, lost: Picked
     ) -> tuple[mx.array, Shares, Shares | None]:
-        """Lost rows fold in order of position; the gate compares masses as they were before the first one."""
-        order = token_order(pick(scene.position, lost.index))
-        lost = Picked(pick(lost.index, order), pick(lost.valid, order))
-        mass, gone = pick(memory, kept.index), pick(memory, lost.index)
-        places, leaving = self._open(scene, kept), mx.where(lost.valid, pick(scene.position, lost.index), -1)
+        """The gate compares masses as they were before the first of the lost rows folds."""
+        mass, gone = of(memory, kept), of(memory, lost)
+        places, leaving = self._open(scene, kept), mx.where(lost.valid, of(scene.position, lost), -1)
         if self.merge == "window":
             into, weight = following(places, leaving, self.reach), None
         else:
             into, weight = self._nearest(scene, places, kept, lost)
         into = into & self._passes(into, mass, gone, leaving)[:, :, None]
-        shares = added(into) if weight is None else blended(into, weight)
-        shares = Shares(shares.own, mx.take_along_axis(shares.lost, mx.argsort(order)[:, :, None], axis=-1))
-        if weight is not None:
-            mass = mass + mx.where(into, gone[:, :, None], 0).sum(axis=-1)
+        if weight is None:
+            return mass, added(into), None
+        shares = blended(into, weight)
+        mass = mass + mx.where(into, gone[:, :, None], 0).sum(axis=-1)
         return mass, shares, shares if self.merge_keys else None
 
     def _open(self, scene: Scene, kept: Picked) -> mx.array:
         """Positions int32 [B, H, K] of the kept rows that may take others in, -1 for the rest."""
         fixed = attrs.evolve(self, recent=0, halves=False).protected(scene)
-        return mx.where(kept.valid & ~pick(fixed, kept.index), pick(scene.position, kept.index), -1)
+        return mx.where(kept.valid, of(mx.where(fixed, -1, scene.position), kept), -1)
 
     def _nearest(self, scene: Scene, places: mx.array, kept: Picked, lost: Picked) -> tuple[mx.array, mx.array]:
         """The open row of most similar key, bool [B, H, K, R] (of equal ones the oldest), and its weight [B, H, R]."""
-        keys = scene.keys().astype(mx.float32)
-        leaving = pick(keys, lost.index)
-        target = victim_row(-likeness(leaving, keys, kept.index), places[:, :, None], latest=True)
+        keys = scene.keys()
+        staying, leaving = of(keys, kept).astype(mx.float32), of(keys, lost).astype(mx.float32)
+        target = victim_row(-likeness(leaving, staying), places[:, :, None], latest=True)
         columns = mx.arange(places.shape[2])[:, None]
         into = (columns == target[:, :, None]) & (places >= 0)[..., None] & lost.valid[:, :, None]
         if self.merge == "mean":
             return into, mx.full(lost.index.shape, 0.5)
         # Anew for each pair: the last bits of a matrix product depend on its size, and so on padding.
-        cosine = (unit(leaving) * unit(pick(keys, pick(kept.index, target)))).sum(axis=-1)
-        return into, mx.clip(cosine, 0, 1)
+        return into, mx.clip(cosine(leaving, pick(staying, target)), 0, 1)
 
     def _passes(self, into: mx.array, mass: mx.array, gone: mx.array, position: mx.array) -> mx.array:
         """Bool [B, H, R], Bernoulli: a lost row's mass over the mean of its targets', at most 1."""
@@ -130,28 +128,36 @@ class CaMPolicy(MassPolicy):
 
     def _noise(self, position: mx.array) -> mx.array:
         """Uniform float32 [B, H, R] in [0, 1) that follows from seed, head and position alone."""
-        heads = mx.random.split(mx.random.key(self.seed), position.shape[1])
-        place = position.astype(mx.uint32)[..., None]
-        keys = heads[:, None] + mx.concatenate([mx.zeros_like(place), place], axis=-1)
+        heads = _head_keys(self.seed, position.shape[1])
+        keys = heads[:, None] + position.astype(mx.uint32)[..., None] * mx.array([0, 1], mx.uint32)
         draw = mx.vmap(lambda key: mx.random.uniform(key=key))
         return draw(keys.reshape(-1, 2)).reshape(position.shape)
 
 
-def likeness(leaving: mx.array, keys: mx.array, columns: mx.array) -> mx.array:
-    """Float32 [B, H, R, K]: rows `leaving` [B, H, R, D] times directions of the `keys` [B, H, T, D] at `columns`."""
-    squares = (keys * keys).sum(axis=-1)
-    shrink = mx.where(mx.isfinite(squares) & (squares > 0), mx.rsqrt(squares), 0)
-    shrink = pick(shrink, columns)[:, :, None]
-    if leaving.shape[2] > leaving.shape[3]:  # pick from the narrower array
-        products = leaving @ pick(keys, columns).swapaxes(-1, -2)
-    else:
-        products = mx.take_along_axis(leaving @ keys.swapaxes(-1, -2), columns[:, :, None], axis=-1)
-    return mx.where(shrink > 0, products * shrink, 0)
+@functools.lru_cache(maxsize=64)
+def _head_keys(seed: int, heads: int) -> mx.array:
+    """A random key uint32 [H, 2] a head."""
+    keys = mx.random.split(mx.random.key(seed), heads)
+    mx.eval(keys)  # a table, so that a trace holds it and not how it is made
+    return keys
 
 
-def unit(x: mx.array) -> mx.array:
-    """Float32 rows of length 1; zeros stay zeros."""
-    return x / mx.maximum(norm(x), TINY)
+def likeness(leaving: mx.array, staying: mx.array) -> mx.array:
+    """Float32 [B, H, R, K]: keys `leaving` [B, H, R, D] times the directions of the keys `staying` [B, H, K, D]."""
+    shrink = _shrink((staying * staying).sum(axis=-1))[:, :, None]
+    return mx.where(shrink > 0, (leaving @ staying.swapaxes(-1, -2)) * shrink, 0)
+
+
+def cosine(x: mx.array, y: mx.array) -> mx.array:
+    """Float32 [...] of the rows of `x` and `y` [..., D]; 0 for a row without direction."""
+    pair = mx.stack([x, y])
+    shrink = _shrink((pair * pair).sum(axis=-1))
+    return mx.where(shrink[0] * shrink[1] > 0, (x * y).sum(axis=-1) * shrink[0] * shrink[1], 0)
+
+
+def _shrink(squares: mx.array) -> mx.array:
+    """One over the length of rows whose numbers have the sum of `squares`; 0 for zeros, NaN and infinities."""
+    return mx.where((squares > 0) & (squares < mx.inf), mx.rsqrt(squares), 0)
 
 
 def following(places: mx.array, leaving: mx.array, reach: int) -> mx.array:
@@ -172,6 +178,8 @@ def blended(into: mx.array, weight: mx.array) -> Shares:
     """v <- (1 - w) v + w v_e for one lost row after the other, as one sum; `weight` float32 [B, H, R]."""
     weight = weight[:, :, None]
     stays = mx.where(into, 1 - weight, 1)
+    if into.shape[3] == 1:
+        return Shares(stays[..., 0], mx.where(into, weight, 0))
     later = mx.cumprod(stays, axis=-1, reverse=True, inclusive=False)
     return Shares(stays.prod(axis=-1), mx.where(into, weight * later, 0))
 

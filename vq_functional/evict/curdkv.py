@@ -26,7 +26,7 @@ from vq_functional.ops.vectors import TINY
 
 WINDOW = 16  # positions within which norms are compared
 SHIFT = 0.0003  # of the sum of all eigenvalues
-FLAT = 1e-6  # squared length that rounding alone can leave of a unit vector
+STEPS = 6 * ((3.4445, -4.775, 2.0315),) + 2 * ((1.875, -1.25, 0.375),)  # lift small values, then end at 1
 
 
 @attrs.frozen(kw_only=True)
@@ -117,10 +117,10 @@ class CurDKVPolicy(Policy):
         visible = mx.stack([before, before | new], axis=2)
         attention = scene.attention(mx.repeat(query, 2, axis=2), visible).mean(axis=2)
         without, among = attention[:, :, 0], attention[:, :, 1]
-        if self.rank_cap < min(values.shape[2:]):
-            output = mx.where(new, among, without)[..., None] * values
-            values = values @ leading(output, self.rank_cap).swapaxes(-1, -2)
         energy = mx.square(values).sum(axis=-1)
+        if self.rank_cap < min(values.shape[2:]):
+            directions = leading(values, energy, mx.where(new, among, without), self.rank_cap)
+            energy = mx.square(values @ directions.swapaxes(-1, -2)).sum(axis=-1)
         total = mx.where(new, _shares(among, energy), memory.total + _shares(without, energy))
         return Shares(total, mx.where(new, 1.0, memory.count + before))
 
@@ -139,30 +139,33 @@ def _shares(attention: mx.array, energy: mx.array) -> mx.array:
     return mx.where(mx.isfinite(shares), shares, 0.0)
 
 
-def leading(x: mx.array, rank: int) -> mx.array:
-    """Orthonormal [B, H, rank, D]: nearly the leading directions of the rows of `x`.
+def leading(x: mx.array, energy: mx.array, weights: mx.array, rank: int) -> mx.array:
+    """Orthonormal [B, H, rank, D]: nearly the leading directions of rows `weights` [B, H, T] times `x` [B, H, T, D].
 
-    One step of subspace iteration from the `rank` largest rows, as they come by size.
+    One step of subspace iteration from the `rank` largest rows, as they come by
+    size; `energy` [B, H, T] is the squared length of the rows of `x`.
     """
-    sizes = mx.square(x).sum(axis=-1)
+    squares = mx.square(weights)
+    sizes = squares * energy
     largest = mx.argsort(-sizes, axis=-1)[..., :rank]
-    start = _unit(pick(x, largest))
+    start = pick(x, largest) * mx.rsqrt(mx.maximum(pick(energy, largest), TINY))[..., None]
     # The shift keeps directions apart that would all fall onto the first one in float32.
     shift = SHIFT * sizes.sum(axis=-1)[..., None, None]
-    return _orthonormal(_unit((start @ x.swapaxes(-1, -2)) @ x + shift * start))
+    return _orthonormal(_unit((start @ x.swapaxes(-1, -2) * squares[:, :, None]) @ x + shift * start))
 
 
 def _orthonormal(x: mx.array) -> mx.array:
-    """Gram-Schmidt on the unit rows of `x` [..., R, D], in their order; zeros for rows that add nothing."""
+    """Nearly orthonormal [..., R, D] that span what the unit rows of `x` [..., R, D] span; what they barely add fades.
+
+    Newton-Schulz: each step takes the singular values s of `x` to s * (a + b * s^2 + c * s^4).
+    """
     count = x.shape[-2]
-    gram, identity = x @ x.swapaxes(-1, -2), mx.broadcast_to(mx.eye(count), (*x.shape[:-1], count))
-    table = mx.concatenate([gram, identity], axis=-1)
-    for i in range(count):
-        later = mx.array([[float(j > i)] for j in range(count)])
-        pivot, column, row = table[..., i : i + 1, i : i + 1], table[..., i : i + 1], table[..., i : i + 1, :]
-        table = table - later * mx.where(pivot > FLAT, column / pivot, 0.0) * row
-    pivots = mx.diagonal(table[..., :count], axis1=-2, axis2=-1)[..., None]
-    return mx.where(pivots > FLAT, mx.rsqrt(mx.maximum(pivots, FLAT)), 0.0) * (table[..., count:] @ x)
+    identity = mx.array([[float(i == j) for i in range(count)] for j in range(count)])
+    gram, turn = x @ x.swapaxes(-1, -2) * (1 / count), identity * count**-0.5
+    for a, b, c in STEPS:
+        factor = a * identity + b * gram + c * (gram @ gram)
+        gram, turn = factor @ gram @ factor, factor @ turn
+    return turn @ x
 
 
 def _unit(x: mx.array) -> mx.array:

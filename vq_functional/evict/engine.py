@@ -5,21 +5,34 @@ over all slots, and then names the victim as the next free slot: no row moves.
 A call of several tokens selects once and gathers, kept rows first.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 import mlx.core as mx
 
+from vq_functional.core.jit import jit
 from vq_functional.core.policy import Picked, Policy, Scene
 from vq_functional.core.spec import KVSpec
 from vq_functional.core.store import HeldRows, RowStore, start_offset
 from vq_functional.core.transform import Fill, Transform, check_group
 from vq_functional.core.tree import map_leaves
-from vq_functional.evict.folding import fold
+from vq_functional.evict.folding import Every, fold
 from vq_functional.evict.slots import SlotState, columns, free_slot, joined, live_rows, moved, only, picked, resized
 from vq_functional.ops.attention import LOWEST, Parts
 from vq_functional.ops.masks import query_positions
-from vq_functional.ops.rows import chosen, drop_left_padding, gap_fillers, pick, put, token_order, top_rows, victim_row
+from vq_functional.ops.rows import (
+    chosen,
+    drop_left_padding,
+    extend_rows,
+    gap_fillers,
+    pick,
+    put,
+    token_order,
+    top_rows,
+    victim_row,
+)
 
 
 @attrs.frozen
@@ -114,7 +127,7 @@ class Evicting(Transform):
 
     def compact(self, state: SlotState, limit: mx.array, most: int) -> SlotState:
         """The rows that memory ranks highest, `limit` int32 [B] of them and at most `most`."""
-        state = attrs.evolve(state, limit=limit)
+        state = attrs.evolve(self.ordered(state) if self.policy.folds else state, limit=limit)
         nobody = mx.zeros((*state.position.shape[:2], 0, state.layout.key_dim), state.layout.dtype)
         scene = self._scene(state, nobody, None, False)
         priority = self._guarded(self.policy.rank(state.memory, scene), scene)
@@ -229,18 +242,25 @@ class Evicting(Transform):
         counts = mx.full(held.offset.shape, held.new, mx.int32) if lengths is None else lengths
         tokens, stored = mx.clip(held.offset, 0, counts), held.slots - held.new
         new, keys = self._without_left_padding(held, keys, counts - tokens)
-        most = self.policy.most(stored, held.new)
+        most, width = self.policy.most(stored, held.new), -(-held.new // stride) * stride
+        new, keys = resized(new, width), extend_rows(keys, width)
         state = attrs.evolve(resized(columns(held, 0, stored), most), offset=held.offset - tokens)
         told: list[mx.array] = []
-        for step, start in enumerate(range(0, held.new, stride)):
-            block = columns(new, start, min(start + stride, held.new))
-            count = mx.clip(tokens - start, 0, block.slots)
-            state = attrs.evolve(joined(state, block), offset=state.offset + count)
+        for step, start in enumerate(range(0, width, stride)):
+            block, asking = columns(new, start, start + stride), keys[:, :, start : start + stride]
             one = group and group[step : step + 1]
-            state, one = self.settle_in(state, one, keys[:, :, start : start + block.slots], count, proxy=True)
-            state = columns(state, 0, most)
+            state, one = _stride(self)(state, block, one, asking, mx.clip(tokens - start, 0, stride))
             told += one or ()
         return resized(state, most + 1), tuple(told) if self.policy.leads else group
+
+    def _settle_stride(
+        self, state: SlotState, block: SlotState, group: Any, keys: mx.array, count: mx.array
+    ) -> tuple[SlotState, Any]:
+        """Take in a `block` of rows, of which `count` int [B] are tokens, and settle by their `keys`."""
+        most = state.slots
+        state = attrs.evolve(joined(state, block), offset=state.offset + count)
+        state, group = self.settle_in(state, group, keys, count, proxy=True)
+        return columns(state, 0, most), group
 
     def _without_left_padding(self, held: SlotState, keys: mx.array, padding: mx.array) -> tuple[SlotState, mx.array]:
         """The columns of the last call and its `keys`, with `padding` int [B] moved from the left to the right."""
@@ -262,8 +282,8 @@ class Evicting(Transform):
         victim = victim_row(priority, held.position, self.policy.latest)[..., None]
         stays = live & ~(over & (mx.arange(held.slots) == victim))
         if self.policy.folds:
-            every = mx.broadcast_to(mx.arange(held.slots), live.shape)
-            held = fold(self.policy, self.store, held, held, scene, Picked(every, stays), Picked(victim, over))
+            every = Every(mx.broadcast_to(mx.arange(held.slots), live.shape), stays)
+            held = fold(self.policy, self.store, held, held, scene, every, Picked(victim, over))
         return only(stays, held)
 
     def _select(self, held: SlotState, scene: Scene, priority: mx.array) -> SlotState:
@@ -282,6 +302,13 @@ class Evicting(Transform):
         narrow = picked(held, index)
         if self.policy.folds and held.slots > 1:
             kept = mx.put_along_axis(mx.zeros(live.shape, mx.bool_), index, stays, axis=-1)
-            lost = Picked(*chosen(live & ~kept, held.slots - 1))
+            # Rows were within the limit before the call, so that it drives out no more than it brought.
+            lost = Picked(*chosen(live & ~kept, min(held.new or held.slots, held.slots - 1)))
             narrow = fold(self.policy, self.store, narrow, held, scene, Picked(index, stays), lost)
         return resized(only(stays, narrow), slots)
+
+
+@functools.lru_cache(maxsize=1024)
+def _stride(transform: Evicting) -> Callable[..., Any]:
+    """A step of a long call, compiled: all steps of all calls are one trace, however long the call."""
+    return jit(transform._settle_stride)

@@ -12,13 +12,24 @@ from vq_functional.ops.rows import chosen, pick, put
 from vq_functional.ops.vectors import to_dtype
 
 
+@attrs.frozen(eq=False)
+class Every(Picked):
+    """All columns, in place."""
+
+
+def of(x: mx.array, columns: Picked) -> mx.array:
+    """What `x` [B, H, T, ...] holds in the `columns`."""
+    return x if isinstance(columns, Every) else pick(x, columns.index)
+
+
 def fold(
     policy: Policy, store: RowStore, state: SlotState, source: SlotState, scene: Scene, kept: Picked, lost: Picked
 ) -> SlotState:
     """`state`, whose slots are the columns `kept` of `source`, with the columns `lost` folded into it.
 
-    A row that takes nothing in keeps its bits; the others are decoded, summed in
-    float32 and encoded again. A lost row with NaN or an infinity is not folded.
+    The lost ones come in order of position. A row that takes nothing in keeps
+    its bits; the others are decoded, summed in float32 and encoded again. A lost
+    row with NaN or an infinity is not folded.
     """
     coders = store.coders(state.layout)
     gone = map_leaves(lambda x: pick(x, lost.index), source.rows)

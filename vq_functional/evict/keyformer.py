@@ -11,7 +11,6 @@ noise; `tau` goes by position, prompt included; a call of several tokens selects
 once.
 """
 
-import functools
 from typing import Any
 
 import attrs
@@ -99,7 +98,7 @@ class KeyformerPolicy(MassPolicy):
         if scene.proxy or self.noiseless:
             return super().score(mass, scene)
         weights = mx.ones(scene.query_position.shape)
-        mass = mass + attention_mass(scene, weights, functools.partial(self._noisy_attention, scene))
+        mass = mass + attention_mass(scene, weights, self._noisy_attention)
         return mass, self.rank(mass, scene)
 
     def rank(self, mass: mx.array, scene: Scene) -> mx.array:

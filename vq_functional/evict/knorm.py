@@ -19,6 +19,7 @@ from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.evict.chain import chain
 from vq_functional.ops.attention import LOWEST
+from vq_functional.ops.vectors import norm
 
 
 @attrs.frozen(kw_only=True)
@@ -51,7 +52,7 @@ class L2NormPolicy(Policy):
         return mx.zeros((batch, heads, slots), mx.float32)
 
     def arrive(self, keys: mx.array, values: mx.array) -> mx.array:
-        return mx.linalg.norm(keys.astype(mx.float32), axis=-1)
+        return norm(keys.astype(mx.float32))[..., 0]
 
     def score(self, norms: mx.array, scene: Scene) -> tuple[mx.array, mx.array]:
         return norms, self.rank(norms, scene)

@@ -20,7 +20,7 @@ from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.evict.chain import chain
 from vq_functional.ops.attention import LOWEST
-from vq_functional.ops.rows import pick, top_rows
+from vq_functional.ops.rows import newest_rows, pick
 
 
 @attrs.frozen(kw_only=True)
@@ -87,9 +87,7 @@ class MorphKVPolicy(Policy):
 
     def _shares_of_keys(self, scene: Scene) -> mx.array:
         """Logarithm float32 [B, H, T] of the attention that the newest `window` keys pay in all."""
-        count = min(self.window, scene.position.shape[2])
-        ranked = mx.where(scene.position < 0, -mx.inf, scene.position.astype(mx.float32))
-        index = top_rows(ranked, mx.full(scene.offset.shape, count), count, latest=True)
+        index = newest_rows(scene.position, min(self.window, scene.position.shape[2]))
         asking = (pick(scene.position, index) >= 0)[..., None]
         logits = scene.logits(pick(scene.keys(), index))[:, :, 0]
         return mx.logsumexp(_log_shares(logits, asking & (scene.position >= 0)[:, :, None], axis=3), axis=2)

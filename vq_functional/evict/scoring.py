@@ -3,14 +3,18 @@
 from collections.abc import Callable
 from typing import TypeAlias
 
+import attrs
 import mlx.core as mx
 
+from vq_functional.core.codec import Part
 from vq_functional.core.policy import Scene
+from vq_functional.core.tree import map_leaves
+from vq_functional.ops.rows import extend_last
 
-BLOCK = 256  # queries scored at a time: bounds the probability matrix of a long prompt
+BLOCK = 128  # queries scored at a time: bounds the probability matrix of a long prompt
 
-# Probabilities float32 [B, H, G, S, T] of queries [B, H*G, S, D] at positions [B, S] over visible [B, H, S, T].
-Attention: TypeAlias = Callable[[mx.array, mx.array, mx.array], mx.array]
+# Probabilities float32 [B, H, G, S, T] in a scene: of queries [B, H*G, S, D] at [B, S] over visible [B, H, S, T].
+Attention: TypeAlias = Callable[[Scene, mx.array, mx.array, mx.array], mx.array]
 
 
 def attention_mass(scene: Scene, weights: mx.array, attention: Attention | None = None) -> mx.array:
@@ -21,20 +25,34 @@ def attention_mass(scene: Scene, weights: mx.array, attention: Attention | None 
     standing-in key does not attend to itself, and position 0, which nobody
     precedes, gives itself 1. `attention` takes the place of the plain softmax.
     """
-    attention = attention or (lambda queries, _, visible: scene.attention(queries, visible))
-    n = scene.queries.shape[2]
-    mass = mx.zeros(scene.position.shape, mx.float32)
+    attention = attention or (lambda scene, queries, _, visible: scene.attention(queries, visible))
+    n, total = scene.queries.shape[2], scene.position.shape[2]
+    mass = mx.array(0.0)
     for start in range(0, n, BLOCK):
-        block = slice(start, start + BLOCK)
-        position = scene.query_position[:, block]
-        probabilities = attention(scene.queries[:, :, block], position, _sees(scene, position))
+        block, end = slice(start, start + BLOCK), min(start + BLOCK, n)
+        # A call of several tokens comes last and in order: nobody of the block sees what follows it.
+        held, position = _first_columns(scene, total - n + end), scene.query_position[:, block]
+        probabilities = attention(held, scene.queries[:, :, block], position, _sees(held, position))
         group = probabilities.shape[2]
-        mass = mass + mx.einsum("bhgst,bs->bht", probabilities, weights[:, block]) * (1 / group)
+        paid = mx.einsum("bhgst,bs->bht", probabilities, weights[:, block]) * (1 / group)
+        mass = mass + extend_last(paid, total)
     if not scene.proxy:
         return mass
     first = scene.query_position == 0
     start_mass = (weights * first).sum(axis=-1)[:, None, None]
     return mass + mx.where(scene.position == 0, start_mass, 0.0)
+
+
+def _first_columns(scene: Scene, count: int) -> Scene:
+    """The scene without what follows its first `count` columns."""
+    if count == scene.position.shape[2]:
+        return scene
+    key_parts, value_parts = ((_first_rows(part, count),) for (part,) in (scene.key_parts, scene.value_parts))
+    return attrs.evolve(scene, key_parts=key_parts, value_parts=value_parts, position=scene.position[..., :count])
+
+
+def _first_rows(part: Part, count: int) -> Part:
+    return Part(part.coder, map_leaves(lambda x: x[:, :, :count], part.rows), count)
 
 
 def _sees(scene: Scene, position: mx.array) -> mx.array:

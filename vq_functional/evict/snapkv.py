@@ -22,7 +22,7 @@ from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.evict.chain import chain
 from vq_functional.ops.masks import causal
-from vq_functional.ops.rows import pick, token_order, top_rows
+from vq_functional.ops.rows import newest_rows, pick, token_order
 
 
 @attrs.frozen(kw_only=True)
@@ -103,8 +103,7 @@ class SnapKVPolicy(Policy):
 
     def _cast_by_keys(self, scene: Scene) -> mx.array:
         window = min(self.obs_window, scene.position.shape[2])
-        ranked = mx.where(scene.position < 0, -mx.inf, scene.position.astype(mx.float32))
-        index = top_rows(ranked, mx.full(scene.offset.shape, window), window, latest=True)
+        index = newest_rows(scene.position, window)
         voting = pick(scene.position, index) >= 0
         visible = (scene.position >= 0)[:, :, None] & voting[..., None]
         cast = scene.attention(pick(scene.keys(), index), visible)[:, :, 0].sum(axis=2)

@@ -22,6 +22,7 @@ from vq_functional.core.transform import Transform
 from vq_functional.evict.budgets import fitted
 from vq_functional.evict.chain import chain
 from vq_functional.evict.mass import MassPolicy, newest
+from vq_functional.ops.vectors import norm
 
 
 @attrs.frozen(kw_only=True)
@@ -90,7 +91,7 @@ def concentration(keys: mx.array, valid: mx.array | None = None, reduce: str = "
     keys [B, H, S, D]; valid bool [B, S].
     """
     unit = keys.astype(mx.float32)
-    unit = unit / (mx.linalg.norm(unit, axis=-1, keepdims=True) + 1e-8)
+    unit = unit / (norm(unit) + 1e-8)
     if valid is None:
         valid = mx.ones((keys.shape[0], keys.shape[2]), mx.bool_)
     unit = mx.where(valid[:, None, :, None], unit, 0.0)

@@ -4,6 +4,8 @@ MLX does not check dynamic slices and scatters against the bounds of an array,
 so every start is clamped here.
 """
 
+import functools
+
 import mlx.core as mx
 
 BIG = 2**31 - 1
@@ -30,14 +32,30 @@ def read_rows(buffer: mx.array, start: mx.array, count: int, axis: int = 2) -> m
 
 
 def pick(x: mx.array, index: mx.array) -> mx.array:
-    """Rows `index` int [B, H, K] of `x` [B, H, C, ...]; one axis of `index` may be 1 where that of `x` is more."""
+    """Rows `index` int [B, H, K] of `x` [B, H, C, ...], clamped; an axis may be 1 where that of `x` is more."""
     batch, heads, count, *width = x.shape
-    if not width:
-        return mx.take_along_axis(x, index, axis=2)
+    index = mx.clip(index, 0, _filled(count - 1, batch, heads, 1))
+    if not width or index.shape[2] == 1:
+        return mx.take_along_axis(x, index.reshape(*index.shape, *(1 for _ in width)), axis=2)
     # Whole rows of a flat array: several times faster than numbers along an axis.
-    first = (mx.arange(batch * heads) * count).reshape(batch, heads, 1)
     flat = x.reshape(batch * heads * count, *width)
-    return mx.take(flat, index + first, axis=0)
+    return mx.take(flat, index + _first_rows(batch, heads, count), axis=0)
+
+
+@functools.lru_cache(maxsize=512)
+def _first_rows(batch: int, heads: int, count: int) -> mx.array:
+    """Index int32 [B, H, 1] of each head's first row among all rows."""
+    first = (mx.arange(batch * heads) * count).reshape(batch, heads, 1)
+    mx.eval(first)  # a table, so that a trace holds it and not how it is made
+    return first
+
+
+@functools.lru_cache(maxsize=512)
+def _filled(number: int, *shape: int) -> mx.array:
+    """The `number` as an array: as a mere number it would be part of a compiled kernel, and each size need its own."""
+    filled = mx.full(shape, number, mx.int32)
+    mx.eval(filled)
+    return filled
 
 
 def put(x: mx.array, index: mx.array, rows: mx.array) -> mx.array:
@@ -69,9 +87,15 @@ def token_order(position: mx.array) -> mx.array:
     return mx.argsort(mx.where(position < 0, BIG, position), axis=-1)
 
 
+def newest_rows(position: mx.array, count: int) -> mx.array:
+    """Index int [B, H, count] of the newest rows in token order; where there are fewer, empty columns come first."""
+    return mx.argsort(position, axis=-1)[..., position.shape[-1] - count :]
+
+
 def extend_last(x: mx.array, size: int) -> mx.array:
     """`x` with zeros at the end of the last axis, `size` in all."""
-    return mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
+    missing = size - x.shape[-1]
+    return mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing > 0 else x
 
 
 def top_rows(priority: mx.array, keep: mx.array, size: int, latest: bool) -> mx.array:
@@ -86,7 +110,7 @@ def top_rows(priority: mx.array, keep: mx.array, size: int, latest: bool) -> mx.
 
 def top_mask(priority: mx.array, keep: mx.array, latest: bool) -> mx.array:
     """Bool [B, H, C]: the `keep` int [B] rows of highest priority, by the rules of `top_rows`."""
-    total = priority.shape[-1]
+    total = mx.arange(priority.shape[-1], priority.shape[-1] + 1)  # no mere number: see `_filled`
     ranked = mx.sort(priority, axis=-1)
     place = mx.clip(total - keep, 0, total - 1)[:, None, None]
     threshold = mx.take_along_axis(ranked, mx.broadcast_to(place, (*priority.shape[:2], 1)), axis=-1)
@@ -97,11 +121,14 @@ def top_mask(priority: mx.array, keep: mx.array, latest: bool) -> mx.array:
 
 
 def chosen(wanted: mx.array, size: int) -> tuple[mx.array, mx.array]:
-    """Index int [B, H, size] of the columns that are `wanted`, rising; and which of the indices are."""
+    """Index int [..., size] of the columns that are `wanted` [..., C], rising; and which of the indices are."""
     total = wanted.shape[-1]
-    columns = mx.arange(total)
-    index = mx.sort(mx.where(wanted, columns, columns + total), axis=-1)[..., :size]
-    return index % total, index < total
+    if size == 1:
+        return mx.argmax(wanted, axis=-1, keepdims=True), wanted.any(axis=-1, keepdims=True)
+    columns, behind = mx.arange(total), mx.arange(total, 2 * total)
+    index = mx.sort(mx.where(wanted, columns, behind), axis=-1)[..., :size]
+    real = index < behind[:1]  # no mere number: see `_filled`
+    return mx.where(real, index, index - behind[:1]), real
 
 
 def gap_fillers(stays: mx.array, most: int) -> tuple[mx.array, mx.array]:
@@ -110,8 +137,7 @@ def gap_fillers(stays: mx.array, most: int) -> tuple[mx.array, mx.array]:
     Where there are fewer gaps, the rest moves columns onto themselves.
     """
     first = mx.arange(stays.shape[-1]) < stays.sum(axis=-1, keepdims=True)
-    target, gap = chosen(first & ~stays, most)
-    source, _ = chosen(stays & ~first, most)
+    (target, source), (gap, _) = chosen(mx.stack([first & ~stays, stays & ~first]), most)
     return mx.where(gap, source, target), target
 
 

@@ -294,7 +294,17 @@ class Blocks(Store, Transform):
 
 
 def blocks(
-    *, key: Codec, value: Codec, residual: int = 128, sinks: SinkRule | None = None, name: str = "blocks"
+    *,
+    key: Codec | None = None,
+    value: Codec | None = None,
+    residual: int = 64,
+    n_sink: int = 0,
+    sink_signal: str = "first",
+    name: str = "blocks",
 ) -> Blocks:
-    """Any codecs, those of tokens alone included, behind `residual` exact rows; keeps every token."""
-    return Blocks(name, key, value, residual, sinks)
+    """Any codecs behind the `residual` newest rows, which are exact, as `n_sink` tokens are; keeps every token.
+
+    None is a side as it comes; `sink_signal` as in SinkRule.
+    """
+    sinks = SinkRule(n_sink, sink_signal) if n_sink else None
+    return Blocks(name, key or PlainCodec(), value or PlainCodec(), residual, sinks)
