@@ -1,8 +1,11 @@
 """KV-cache compression for mlx_lm: drop-in caches over vq_functional."""
 
 from vq_adapters import files
+from vq_adapters.artifacts import ArtifactStore, FileArtifactStore
+from vq_adapters.block_classes import AdaKVCache, AgeTieredKVCache, KittyKVCache, SinkProtectedKVCache
 from vq_adapters.builder import STANDALONE_METHODS, KVCacheBuilder, KVCacheFactory, report
 from vq_adapters.cache import TransformKVCache
+from vq_adapters.calibration import calibrate, capture
 from vq_adapters.coded_classes import KIVIKVCache, TurboQuantRVQKVCache
 from vq_adapters.config import KVCacheConfig
 from vq_adapters.evicting_classes import (
@@ -28,6 +31,7 @@ from vq_adapters.layered_classes import (
     PyramidKVCache,
     SqueezeAttentionCache,
 )
+from vq_adapters.observers import DistortionObserver, QuantizationEvent, QuantizationObserver
 from vq_adapters.options import (
     A2ATSOptions,
     AdaKVOptions,
@@ -71,7 +75,14 @@ from vq_adapters.prompt_classes import (
     RocketKVKVCache,
     SnapKVKVCache,
 )
-from vq_adapters.vectors import KVCache, PolarQuantKVCache, QJLKVCache, SlidingWindowKVCache, TurboQuantKVCache
+from vq_adapters.vectors import (
+    KVCache,
+    PolarQuantKVCache,
+    QJLKVCache,
+    SlidingWindowKVCache,
+    SpectralQuantKVCache,
+    TurboQuantKVCache,
+)
 from vq_functional.core.errors import QuantizerConfigError
 
 files.register()
@@ -83,9 +94,12 @@ __all__ = [
     "STANDALONE_METHODS",
     "A2ATSOptions",
     "AMCOptions",
+    "AdaKVCache",
     "AdaKVOptions",
+    "AgeTieredKVCache",
     "AgeTieredKVOptions",
     "AnchorKVOptions",
+    "ArtifactStore",
     "CaMKVCache",
     "CaMOptions",
     "CacheGenOptions",
@@ -94,6 +108,8 @@ __all__ = [
     "ChunkKVOptions",
     "CurDKVCache",
     "CurDKVOptions",
+    "DistortionObserver",
+    "FileArtifactStore",
     "GEAROptions",
     "H2OKVCache",
     "H2OOptions",
@@ -110,6 +126,7 @@ __all__ = [
     "KVzipOptions",
     "KeyformerKVCache",
     "KeyformerOptions",
+    "KittyKVCache",
     "KittyOptions",
     "L2NormKVCache",
     "L2NormOptions",
@@ -127,14 +144,18 @@ __all__ = [
     "QFiltersKVCache",
     "QFiltersOptions",
     "QJLKVCache",
+    "QuantizationEvent",
+    "QuantizationObserver",
     "QuantizerConfigError",
     "RocketKVKVCache",
     "RocketKVOptions",
     "SKVQOptions",
     "SVDqOptions",
+    "SinkProtectedKVCache",
     "SlidingWindowKVCache",
     "SnapKVKVCache",
     "SnapKVOptions",
+    "SpectralQuantKVCache",
     "SpectralQuantOptions",
     "SqueezeAttentionCache",
     "SqueezeAttentionOptions",
@@ -151,6 +172,8 @@ __all__ = [
     "XQuantOptions",
     "ZipCacheOptions",
     "attention_hook",
+    "calibrate",
+    "capture",
     "install_attention",
     "kvzip_prefill",
     "load",

@@ -171,6 +171,7 @@ class KVCacheBuilder:
         """
         known = isinstance(config, (KVCacheConfig, Transform))
         check(known, "for_model", "config", "must be a KVCacheConfig or a Transform", config)
+        found = _calibration(model, config)
         model = _language_model(model)
         caches = _own_caches(model)
         layers = _layers(model, len(caches))
@@ -180,7 +181,8 @@ class KVCacheBuilder:
         group = LayerGroup()
         for index, place in enumerate(places):
             attention = _attention(layers[place])
-            layer = Layer(index, len(places), place, _spec(attention, _dtype(layers[place])))
+            spec = _spec(attention, _dtype(layers[place]))
+            layer = Layer(index, len(places), place, spec, None if found is None else found[index])
             caches[place] = _layer_cache(config, layer, attention)
         transforms = [caches[place].transform for place in places]
         group.uneven = transforms[0].agrees or len({rows_kept(transform) for transform in transforms}) > 1
@@ -192,9 +194,22 @@ class KVCacheBuilder:
 
 
 def _one_layer(config: KVCacheConfig) -> TransformKVCache:
-    if config.method in CLASSES:
-        return CLASSES[config.method](config)
-    return TransformKVCache(config.transform(), max_tokens=config.max_tokens)
+    kind = CLASSES.get(config.method)
+    cache = kind(config) if kind else TransformKVCache(config.transform(), max_tokens=config.max_tokens)
+    cache.observers = tuple(config.observers)
+    return cache
+
+
+def _calibration(model: nn.Module, config: KVCacheConfig | Transform) -> list[Any] | None:
+    """What the configuration's store holds for each layer of this model."""
+    if not isinstance(config, KVCacheConfig) or config.store is None:
+        return None
+    from vq_adapters.calibration import load_calibration  # which captures through `for_model`
+
+    name = getattr(config, f"{config.method}_model_name", "model")
+    found = load_calibration(model, config.method, config.store, name)
+    check(found is not None, config.method, "store", "must hold what `calibrate` found for this model", name)
+    return found
 
 
 def rows_kept(transform: Transform) -> int | float | None:

@@ -9,6 +9,7 @@ from typing_extensions import Self
 from vq_adapters import persistence
 from vq_adapters.batching import BatchedState
 from vq_adapters.masks import coming_mask, own_mask, uneven
+from vq_adapters.observers import Watch, tell_queries
 from vq_adapters.steps import steps
 from vq_adapters.tagged import TaggedArray, tag
 from vq_functional.core.errors import check
@@ -56,13 +57,17 @@ class TransformKVCache(BatchedState):
         self._check(keys, values)
         self._settle()
         n = keys.shape[2]
+        before = nbytes(self._state) if self.observers else 0
         self._open(keys, values, n)
+        watch = Watch(self, n, before) if self.observers and n else None
         counts, lengths = self._counts(n)
         view = self._fills[0] if self._uniform() else None
         if n:
             view = view and self.transform.written(view, n)
             self._write(keys, values, counts, lengths)
         held_keys, held_values = self.transform.read(self._state, view)
+        if watch is not None:
+            watch.tell(keys, values, held_keys, held_values)
         self._call = object()
         held_keys = mx.depends([held_keys], list(flatten(self._state)[0]))[0]
         return tag(held_keys, self, "k", self._call), tag(held_values, self, "v", self._call)
@@ -82,6 +87,8 @@ class TransformKVCache(BatchedState):
         """
         first = keys.call is self._call
         self._call = None
+        if first and self.observers:
+            tell_queries(self, queries)
         if first and uneven(self) and isinstance(mask, mx.array):
             mask = own_mask(self, queries.shape[2])
         if first and sinks is None and queries.shape[2] <= FEW and self.transform.coded:

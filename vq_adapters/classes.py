@@ -1,5 +1,6 @@
 """The class of each method; the others are served by TransformKVCache itself."""
 
+from vq_adapters.block_classes import AdaKVCache, AgeTieredKVCache, KittyKVCache, SinkProtectedKVCache
 from vq_adapters.coded_classes import KIVIKVCache, TurboQuantRVQKVCache
 from vq_adapters.evicting_classes import (
     CurDKVCache,
@@ -43,6 +44,10 @@ _KINDS: tuple[type[MethodKVCache], ...] = (
     CurDKVCache,
     NestedKVCache,
     KIVIKVCache,
+    SinkProtectedKVCache,
+    KittyKVCache,
+    AdaKVCache,
+    AgeTieredKVCache,
     TurboQuantRVQKVCache,
 )
 

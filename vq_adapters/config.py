@@ -15,6 +15,7 @@ import mlx.core as mx
 from vq_adapters.budgets import BUDGETS, rows_within, to_bytes
 from vq_adapters.documented import DEFAULTS, METHOD_NAMES, options_of
 from vq_adapters.names import SHARED, field_of
+from vq_adapters.observers import check_observers
 from vq_adapters.options import OPTIONS, OWNERS, annotation, options_fields
 from vq_functional.core.codec import PlainCodec
 from vq_functional.core.errors import QuantizerConfigError, check, check_choice, check_int
@@ -52,12 +53,14 @@ NO_EFFECT = {
     "enable_outlier_two_stream": "it holds no outlier channels apart",
     "n_calib_tokens": "it needs no calibration",
     "store": "its tables are made from the seed",
-    "observers": "it reports no events",
     "n_sink_tokens": "it has no sinks of that name",
     "smooth_factors": "it doesn't smooth",
     "key_codebook": "it learns no codebook",
     "value_codebook": "it learns no codebook",
 }
+
+# Methods that a store may hold calibrations of, and the option that takes what is found for a layer.
+CALIBRATED = {"spectral": "basis"}
 
 # Set by habit for all methods: a warning is enough.
 UNUSED = ("bit_width_inlier", "jl_dim", "residual_length")
@@ -91,8 +94,9 @@ def _dtype(method: str, field: str, value: Any) -> None:
     check(known, method, field, "must be None, float16, bfloat16 or float32", value)
 
 
-def _list(method: str, field: str, value: Any) -> None:
+def _observers(method: str, field: str, value: Any) -> None:
     check(isinstance(value, list), method, field, "must be a list", value)
+    check_observers(method, value)
 
 
 RULES: dict[str, Rule] = {
@@ -110,7 +114,7 @@ RULES: dict[str, Rule] = {
     "dtype": _dtype,
     "capacity": _whole(1, optional=True),
     "sliding_window": _whole(1, optional=True),
-    "observers": _list,
+    "observers": _observers,
     "residual_length": _whole(0),
     "n_sink_tokens": _whole(0),
     "use_metal_kernels": _one_of(None, True, False),
@@ -128,6 +132,7 @@ class Layer:
     count: int | None = None  # of these; None where nobody knows
     number: int = 0  # among all layers of the model
     spec: KVSpec | None = None  # shapes of its keys and values, where the model tells
+    found: Any = None  # by calibration, from the configuration's store
 
 
 def check_field(method: str, field: str, value: Any) -> None:
@@ -263,9 +268,11 @@ class KVCacheConfig:
         values = {field: getattr(self, field) for field in fields if field is not None}
         return {field: value for field, value in values.items() if isinstance(value, (list, tuple)) and value}
 
-    def _placed(self) -> dict[str, int]:
-        """Options that say which layer of how many this is, where the method has them."""
+    def _placed(self) -> dict[str, Any]:
+        """Options that say which layer of how many this is, and what was found for it, where the method has them."""
         told = {"layer": self._place.index, "layers": self._place.count}
+        if self._place.found is not None:
+            told[CALIBRATED[self.method]] = self._place.found
         has = options_of(self.method) if self._place.count is not None else {}
         return {option: value for option, value in told.items() if option in has and value is not None}
 
@@ -304,6 +311,7 @@ class KVCacheConfig:
     def _check_effects(self) -> None:
         for field, reason in NO_EFFECT.items():
             same = field in self._uses().values() or _same(getattr(self, field), DEFAULTS[field])
+            same = same or (field == "store" and self.method in CALIBRATED)
             check(same, self.method, field, f"has no effect: {reason}", getattr(self, field))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -10,6 +10,9 @@ from vq_adapters.steps import steps
 from vq_functional.core.errors import check
 from vq_functional.core.spec import KVSpec
 from vq_functional.core.transform import Fill, Transform
+
+if TYPE_CHECKING:
+    from vq_adapters.observers import QuantizationObserver
 
 STEP = 64  # rows by which a growing store grows
 
@@ -21,6 +24,7 @@ class CountedState:
         self.transform = transform
         self.max_tokens = max_tokens
         self.query_heads = query_heads
+        self.observers: tuple[QuantizationObserver, ...] = ()  # told of every call
         self._state: Any = None
         self._fills = [Fill()]  # one a batch row, or one for all while nothing differs
         self._batched = False
@@ -88,7 +92,7 @@ class CountedState:
         self._reserve(n)
         if self._state is not None:
             return self._state
-        return self._blank(len(self._fills), 1, 32, 32, mx.float16, n)
+        return self._blank(len(self._fills), 1, *_sizes(self.transform), mx.float16, n)
 
     def _blank(self, batch: int, heads: int, key_dim: int, value_dim: int, dtype: mx.Dtype, n: int) -> Any:
         spec = KVSpec(
@@ -113,6 +117,13 @@ class CountedState:
 
     def _capacity(self, n: int) -> int:
         return max(-(-self._room(n) // STEP) * STEP, 1)
+
+
+def _sizes(transform: Transform) -> tuple[int, int]:
+    """Key and value size that a state of the transform can have."""
+    store = getattr(transform, "store", transform)
+    key, value = (getattr(getattr(store, side, None), "head_dim", None) or 128 for side in ("key", "value"))
+    return key, value
 
 
 def spread(fills: list[Fill], rows: int) -> list[Fill]:

@@ -45,19 +45,7 @@ CONFIG_FIELDS: dict[str, Any] = {
 # Options of documented methods that the table of methods doesn't have, named as functional options.
 UNBUILT: dict[str, dict[str, Any]] = {
     "vecinfer": {"key_sub_dim": 4, "value_sub_dim": 8, "key_codebook_bits": 12, "value_codebook_bits": 8},
-    "spectral": {"key_d_eff": 4, "val_d_eff": 50, "apply_qjl": True, "model_name": "model"},
     "svdq": {"rank": None, "energy_threshold": 0.95, "bit_schedule": (8, 4, 2, 1, 1, 0, 0, 0), "group_size": 32},
-    "kitty": {"hi_fraction": 0.25, "hi_bit": 4, "lo_bit": 2, "group_size": 32},
-    "adakv": {
-        "target_avg_bits": 2.5,
-        "lo_bit": 2,
-        "mid_bit": 3,
-        "hi_bit": 4,
-        "group_size": 32,
-        "update_interval": 1,
-        "importance": "norm_variance",
-        "obs_window": 32,
-    },
     "xquant": {"group_size": 2, "base_bits": 2, "residual_bits": 4, "group_quant_size": 32, "max_ctx": 8192},
     "kvquant": {
         "bits": 3,

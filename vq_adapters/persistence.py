@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 import mlx.core as mx
+import numpy as np
 
 from vq_adapters.batching import blank
 from vq_adapters.group import loaded
@@ -83,7 +84,7 @@ def _check_fills(transform: Transform, fills: list[Fill], state: Any) -> None:
 
 def to_bytes(data: dict[str, Any]) -> mx.array:
     """JSON as uint8."""
-    return mx.array(list(json.dumps(data).encode()), mx.uint8)
+    return mx.array(np.frombuffer(json.dumps(data).encode(), np.uint8))
 
 
 def from_bytes(arrays: Sequence[mx.array]) -> dict[str, Any]:

@@ -146,6 +146,7 @@ class SettlingState(CountedState):
         """An empty cache of the same kind, for the list that is made of this one's in some `way`."""
         fresh = type(self).__new__(type(self))
         fresh._reset(self.transform, self.max_tokens, self.query_heads)
+        fresh.observers = self.observers
         fresh._rejoin(self, way)
         return fresh
 

@@ -6,13 +6,17 @@ import abc
 from collections import deque
 from typing import Any, ClassVar
 
+import attrs
 import mlx.core as mx
 
 from vq_adapters.cache import TransformKVCache
 from vq_adapters.config import KVCacheConfig, in_window
 from vq_adapters.method_cache import row_bytes
+from vq_adapters.observers import QuantizationObserver
+from vq_functional.codebook.spectral_basis import SpectralBasis
 from vq_functional.core.errors import check, check_int
 from vq_functional.core.store import RowStore
+from vq_functional.core.table import Table
 from vq_functional.core.transform import Transform
 from vq_functional.core.tree import flatten
 from vq_functional.evict.sliding_window import Ring
@@ -60,6 +64,7 @@ class VectorKVCache(KVCache):
 
     def __init__(self, store: RowStore, head_dim: int, window: int | None = None) -> None:
         self.store, self.head_dim, self.window = store, head_dim, window
+        self.observers: tuple[QuantizationObserver, ...] = getattr(self, "observers", ())
         self._transform: Transform = store if window is None else in_window(store, window)
         self.reset()
 
@@ -98,6 +103,7 @@ class VectorKVCache(KVCache):
 
     def reset(self) -> None:
         self._cache = TransformKVCache(self._transform)
+        self._cache.observers = self.observers
         self._waiting: deque[mx.array] = deque()
         self._dtype: mx.Dtype = mx.float16
 
@@ -133,6 +139,7 @@ class _ConfiguredKVCache(VectorKVCache):
         check(config.method in self.methods, name, "method", f"must be one of {self.methods}", config.method)
         bounds = [bound for bound in (config.capacity, config.sliding_window) if bound is not None]
         transform = config.transform()
+        self.observers = tuple(config.observers)
         store = transform.store if isinstance(transform, Ring) else transform
         super().__init__(store, config.head_dim, min(bounds, default=None))  # type: ignore[arg-type]
 
@@ -159,6 +166,23 @@ class PolarQuantKVCache(_ConfiguredKVCache):
     methods = ("polar",)
 
 
+class SpectralQuantKVCache(_ConfiguredKVCache):
+    """Keys and values in two blocks of scalar codes (`bit_width_inlier`, `spectral_key_d_eff`, `..._val_d_eff`)."""
+
+    methods = ("spectral",)
+
+    def calibrate(self, basis: SpectralBasis) -> None:
+        """Take the axes of one head; raises RuntimeError where tokens are held by other ones."""
+        if len(self):
+            raise RuntimeError(f"{type(self).__name__}: `calibrate` must come before the first token")
+        sides = {"key": (basis.key_axes, basis.key_d_eff), "value": (basis.val_axes, basis.val_d_eff)}
+        codecs = {
+            side: attrs.evolve(getattr(self.store, side), axes=Table.of(axes), d_eff=size)
+            for side, (axes, size) in sides.items()
+        }
+        super(_ConfiguredKVCache, self).__init__(attrs.evolve(self.store, **codecs), self.head_dim, self.window)
+
+
 class SlidingWindowKVCache(VectorKVCache):
     """The rows of `inner`'s kind for the newest `window_size` tokens; `inner` must be empty and stays so."""
 
@@ -168,11 +192,14 @@ class SlidingWindowKVCache(VectorKVCache):
         check(isinstance(inner, VectorKVCache), name, "inner", rule, type(inner).__name__)
         check(len(inner) == 0, name, "inner", "must be empty", inner)
         check_int(name, "window_size", window_size, 1)
+        self.observers = inner.observers
         window = window_size if inner.window is None else min(window_size, inner.window)
         super().__init__(inner.store, inner.head_dim, window)
 
 
 # The per-vector class of a method.
 VECTOR_CLASSES: dict[str, type[_ConfiguredKVCache]] = {
-    method: kind for kind in (TurboQuantKVCache, PolarQuantKVCache, QJLKVCache) for method in kind.methods
+    method: kind
+    for kind in (TurboQuantKVCache, PolarQuantKVCache, QJLKVCache, SpectralQuantKVCache)
+    for method in kind.methods
 }

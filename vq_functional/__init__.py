@@ -2,6 +2,9 @@
 
 from vq_functional.codebook.polar import polar, polar_codec
 from vq_functional.codebook.qjl import qjl, qjl_codec
+from vq_functional.codebook.rotated import rotated
+from vq_functional.codebook.spectral import spectral, spectral_codec
+from vq_functional.codebook.spectral_basis import SpectralBasis, spectral_calibrate
 from vq_functional.codebook.turboquant_mse import turboquant_mse, turboquant_mse_codec
 from vq_functional.codebook.turboquant_prod import turboquant_prod, turboquant_prod_codec
 from vq_functional.codebook.turboquant_rvq import turboquant_rvq, turboquant_rvq_codec
@@ -32,9 +35,12 @@ from vq_functional.evict.streaming_llm import streaming_llm, streaming_llm_polic
 from vq_functional.evict.tova import tova, tova_policy
 from vq_functional.hybrid.rocketkv import rocketkv, rocketkv_policy
 from vq_functional.methods import METHODS
+from vq_functional.quantize.adakv import adakv
+from vq_functional.quantize.affine_rows import affine_codec
 from vq_functional.quantize.age_tiered import age_tiered
 from vq_functional.quantize.blocks import blocks
 from vq_functional.quantize.int8 import int8_codec
+from vq_functional.quantize.kitty import kitty
 from vq_functional.quantize.kivi import kivi
 from vq_functional.quantize.kivi_sink import kivi_sink
 
@@ -45,8 +51,11 @@ __all__ = [
     "PlainCodec",
     "Policy",
     "QuantizerConfigError",
+    "SpectralBasis",
     "Store",
     "Transform",
+    "adakv",
+    "affine_codec",
     "age_tiered",
     "blocks",
     "cam",
@@ -62,6 +71,7 @@ __all__ = [
     "int8_codec",
     "keyformer",
     "keyformer_policy",
+    "kitty",
     "kivi",
     "kivi_sink",
     "knorm",
@@ -83,10 +93,14 @@ __all__ = [
     "qjl_codec",
     "rocketkv",
     "rocketkv_policy",
+    "rotated",
     "rows",
     "sliding_window",
     "snapkv",
     "snapkv_policy",
+    "spectral",
+    "spectral_calibrate",
+    "spectral_codec",
     "squeeze",
     "squeeze_policy",
     "streaming_llm",

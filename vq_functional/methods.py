@@ -6,6 +6,7 @@ import attrs
 
 from vq_functional.codebook.polar import PolarOptions, polar
 from vq_functional.codebook.qjl import QJLOptions, qjl
+from vq_functional.codebook.spectral import SpectralOptions, spectral
 from vq_functional.codebook.turboquant_mse import TurboQuantMSEOptions, turboquant_mse
 from vq_functional.codebook.turboquant_prod import TurboQuantProdOptions, turboquant_prod
 from vq_functional.codebook.turboquant_rvq import TurboQuantRVQOptions, turboquant_rvq
@@ -27,7 +28,9 @@ from vq_functional.evict.squeeze import SqueezeAttentionOptions, squeeze
 from vq_functional.evict.streaming_llm import StreamingLLMOptions, streaming_llm
 from vq_functional.evict.tova import TOVAOptions, tova
 from vq_functional.hybrid.rocketkv import RocketKVOptions, rocketkv
+from vq_functional.quantize.adakv import AdaKVOptions, adakv
 from vq_functional.quantize.age_tiered import AgeTieredKVOptions, age_tiered
+from vq_functional.quantize.kitty import KittyOptions, kitty
 from vq_functional.quantize.kivi import KIVIOptions, kivi
 from vq_functional.quantize.kivi_sink import KIVISinkOptions, kivi_sink
 
@@ -91,8 +94,11 @@ TABLE = (
     _row("qjl", QJLOptions, qjl, "2406.03482", f"{_CODES} vectors"),
     _row("turboquant_prod", TurboQuantProdOptions, turboquant_prod, "2504.19874", f"{_CODES} vectors"),
     _row("polar", PolarOptions, polar, "2502.02617", f"{_CODES} vectors"),
+    _row("spectral", SpectralOptions, spectral, "SpectralQuant", f"{_CODES} vectors"),
     _row("kivi_sink", KIVISinkOptions, kivi_sink, "2508.04257", f"{_CODES} sinks"),
     _row("age_tiered", AgeTieredKVOptions, age_tiered, "none", _CODES),
+    _row("kitty", KittyOptions, kitty, "2511.18643", _CODES),
+    _row("adakv", AdaKVOptions, adakv, "2407.11550", _CODES),
 )
 
 METHODS = {method.name: method for method in TABLE}

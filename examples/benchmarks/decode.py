@@ -67,6 +67,8 @@ EVICTING = (
     *("h2o", "snapkv", "tova", "pyramidkv", "squeeze", "chunkkv", "cam", "knorm"),
     *("qfilters", "keyformer", "morphkv", "kvzip", "curdkv", "nestedkv"),
 )
+SHOWN = ("kivi", "turboquant_rvq", "turboquant_mse", "qjl")  # quantizers that have rows of their own
+QUANTIZING = tuple(name for name, method in vq.METHODS.items() if "evicts" not in method.traits and name not in SHOWN)
 TIGHT = 32
 OVER_CODES = {"h2o": 140, "tova": 149, "snapkv": 280}  # rows in the bytes of 32 plain ones; of snapkv in half of them
 PEAK_STEPS, PEAK_WINDOWS = 200, 4
@@ -117,6 +119,7 @@ def entries() -> list[Entry]:
         *_transform("turboquant_rvq", lambda layer: vq.turboquant_rvq(seed=42 + layer), (False, True)),
         *_transform("turboquant_mse", lambda layer: vq.turboquant_mse(seed=42 + layer), (False, True)),
         *_transform("qjl", lambda layer: vq.qjl(seed=42 + layer), (False, True)),
+        *(Entry(name, KVCacheConfig(method=name), True) for name in QUANTIZING),
         *_transform("rows of 4-bit codes", lambda layer: codes(4, 4, layer), (False, True)),
         *_transform("streaming_llm 4+124", lambda layer: vq.streaming_llm(n_sink=4, window_size=124), (False,)),
         *(entry for name in EVICTING for entry in _budgeted(name)),

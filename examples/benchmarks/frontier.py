@@ -13,7 +13,6 @@ import csv
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -26,13 +25,12 @@ from vq_functional import Transform
 
 REPEATS = "1"  # scores and bytes do not depend on the clock
 COMBINED = ((6, 6), (4, 4), (4, 3), (3, 3), (3, 2), (2, 2), (2, 1))  # bits of keys and of values
-METHODS = tuple(method.name for method in vq.METHODS.values() if "packs" in method.traits)
+METHODS = tuple(name for name, method in vq.METHODS.items() if "evicts" not in method.traits)
 
 
-def combined(key_bits: int, value_bits: int, layer: int) -> Transform:
+def combined(key_bits: int, value_bits: int) -> Transform:
     """Rotated codes behind 32 exact rows, the first four tokens exact for good."""
-    key = vq.turboquant_mse_codec(bits=key_bits, seed=42 + layer)
-    value = vq.turboquant_mse_codec(bits=value_bits, seed=1042 + layer)
+    key, value = vq.turboquant_mse_codec(bits=key_bits), vq.turboquant_mse_codec(bits=value_bits)
     return vq.blocks(key=key, value=value, residual=32, n_sink=4)
 
 
@@ -41,18 +39,16 @@ def entries() -> list[Entry]:
     found = [entry for entry in decode.entries() if entry.name == "plain fp16" or entry.name.startswith("mlx_lm")]
     found += [Entry(name, KVCacheConfig(method=name), True) for name in METHODS]
     for bits in (4, 3):
-        found.append(_entry(f"kivi, {bits} bits", lambda layer, bits=bits: vq.kivi(bits=bits, residual_length=32)))
-        found.append(
-            _entry(f"kivi_sink, {bits} bits", lambda layer, bits=bits: vq.kivi_sink(bits=bits, residual_length=32))
-        )
-    for pair in COMBINED:
-        name = f"codes and sinks, {pair[0]} and {pair[1]} bits"
-        found.append(_entry(name, lambda layer, pair=pair: combined(*pair, layer)))
+        for name, method in (("kivi", vq.kivi), ("kivi_sink", vq.kivi_sink)):
+            found.append(_entry(f"{name}, {bits} bits", method(bits=bits, residual_length=32)))
+    for key_bits, value_bits in COMBINED:
+        name = f"codes and sinks, {key_bits} and {value_bits} bits"
+        found.append(_entry(name, combined(key_bits, value_bits)))
     return found
 
 
-def _entry(name: str, transform: Any) -> Entry:
-    return Entry(name, lambda layer: TransformKVCache(transform(layer)), True)
+def _entry(name: str, transform: Transform) -> Entry:
+    return Entry(name, lambda layer: TransformKVCache(transform), True)
 
 
 # The plot
@@ -102,8 +98,8 @@ def plot(paths: Sequence[Path], image: Path) -> None:
             axis.scatter([size for _, size, _ in here], [error for _, _, error in here], label=kind)
         edge = best(drawn)
         axis.plot([size for _, size, _ in edge], [error for _, _, error in edge], color="gray", linewidth=0.8)
-        for name, size, error in drawn:
-            axis.annotate(name, (size, error), fontsize=6, xytext=(3, 3), textcoords="offset points")
+        for name, size, height in drawn:
+            axis.annotate(name, (size, height), fontsize=6, xytext=(3, 3), textcoords="offset points")
         axis.set(yscale="log", xlabel="resident bytes / plain 16-bit cache", title=f"{tokens:,} tokens")
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("KL to the plain cache, nats")

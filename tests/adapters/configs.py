@@ -5,6 +5,10 @@ from typing import Any
 import mlx.core as mx
 
 from vq_adapters import (
+    AdaKVCache,
+    AdaKVOptions,
+    AgeTieredKVCache,
+    AgeTieredKVOptions,
     CaMKVCache,
     CaMOptions,
     ChunkKVCache,
@@ -15,6 +19,8 @@ from vq_adapters import (
     H2OOptions,
     KeyformerKVCache,
     KeyformerOptions,
+    KittyKVCache,
+    KittyOptions,
     KIVIKVCache,
     KIVIOptions,
     KNormKVCache,
@@ -32,6 +38,7 @@ from vq_adapters import (
     QFiltersOptions,
     RocketKVKVCache,
     RocketKVOptions,
+    SinkProtectedKVCache,
     SnapKVKVCache,
     SnapKVOptions,
     SqueezeAttentionCache,
@@ -68,9 +75,13 @@ OPTIONS: dict[Any, Any] = {
     NestedKVCache: NestedKVOptions(nestedkv_budget=16, nestedkv_n_sink=2, nestedkv_window=8),
     RocketKVKVCache: RocketKVOptions(rocketkv_compression_ratio=4.0, rocketkv_n_sink=2, rocketkv_obs_window=6),
     KIVIKVCache: KIVIOptions(kivi_group_size=32, residual_length=8),
+    SinkProtectedKVCache: KIVIOptions(kivi_group_size=32, residual_length=8),
+    KittyKVCache: KittyOptions(kitty_group_size=8),
+    AdaKVCache: AdaKVOptions(adakv_group_size=8),
+    AgeTieredKVCache: AgeTieredKVOptions(age_recent_boundary=8, age_mid_boundary=24, age_group_size=8),
     TurboQuantRVQKVCache: None,
 }
-_BITS = {KIVIKVCache: 4, TurboQuantRVQKVCache: 2}
+_BITS = {KIVIKVCache: 4, SinkProtectedKVCache: 4, TurboQuantRVQKVCache: 2}
 CONFIGS: dict[Any, KVCacheConfig] = {
     kind: KVCacheConfig(method=kind.method, bit_width_inlier=_BITS.get(kind, 2), options=options)
     for kind, options in OPTIONS.items()
@@ -81,6 +92,13 @@ def _budget(name: str, **more: Any) -> dict[str, Any]:
     """Statistics that most evicting classes have."""
     common = {"full_seq_bytes": 0, "compression_ratio": 1.0, "tokens_seen": 0, "tokens_kept": 0}
     return {f"{name}_kept_bytes": 0, **common, **more}
+
+
+def _blocks(bits: float, **more: Any) -> dict[str, Any]:
+    """Statistics of all methods that pack blocks."""
+    numbers = ("compressed_key_bytes", "compressed_value_bytes", "fp16_key_bytes", "fp16_value_bytes")
+    common = {**dict.fromkeys(numbers, 0), "residual_fp16_bytes": 0, "effective_compression_ratio": 1.0}
+    return {**common, "assigned_avg_bits": bits, **more}
 
 
 # Every statistic and its value while empty.
@@ -128,20 +146,29 @@ EMPTY: dict[Any, dict[str, Any]] = {
         "page_size": 2,
         "head_topk1": 0,
     },
-    KIVIKVCache: {
-        "compressed_key_bytes": 0,
-        "compressed_value_bytes": 0,
-        "fp16_key_bytes": 0,
-        "fp16_value_bytes": 0,
-        "residual_fp16_bytes": 0,
-        "assigned_avg_bits": 4.0,
-        "effective_compression_ratio": 1.0,
+    KIVIKVCache: _blocks(4.0),
+    SinkProtectedKVCache: _blocks(4.0, sink_positions=[], sink_fp16_bytes=0),
+    KittyKVCache: _blocks(2.5, value_fp16_bytes=0, hi_fraction=0.25, hi_bit=4, lo_bit=2),
+    AdaKVCache: _blocks(2.5, value_fp16_bytes=0, head_bits=[], target_avg_bits=2.5, allowed_bits=(2, 3, 4)),
+    AgeTieredKVCache: {
+        "age_tiered_bytes": 0,
+        "full_seq_bytes": 0,
+        "compression_ratio": 1.0,
+        "tokens_seen": 0,
+        "tokens_kept": 0,
+        "tokens_recent": 0,
+        "tokens_mid": 0,
+        "tokens_old": 0,
     },
     TurboQuantRVQKVCache: {"compressed_key_bytes": 0, "fp16_key_bytes": 0, "assigned_bits": 2},
 }
 
 # Statistics that follow from data: reading them reads back.
-READ_BACK: dict[Any, set[str]] = {SqueezeAttentionCache: {"concentration"}}
+READ_BACK: dict[Any, set[str]] = {
+    SqueezeAttentionCache: {"concentration"},
+    SinkProtectedKVCache: {"sink_positions"},
+    AdaKVCache: {"head_bits"},
+}
 
 
 def rows(n: int, dtype: mx.Dtype = mx.float16, batch: int = B, seed: int = 0) -> tuple[mx.array, mx.array]:

@@ -117,10 +117,13 @@ SMALL: dict[str, dict[str, Any]] = {
     "turboquant_mse": {"bits": 3},
     "turboquant_rvq": {"bits": 2, "value_bits": 8},
     "qjl": {"jl_dim": 64},
+    "spectral": {"val_d_eff": 16},
     "turboquant_prod": {"bits": 4},
     "polar": {"bits": 2},
     "kivi_sink": {"bits": 4, "group_size": 32, "residual_length": 8, "n_sink": 2},
     "age_tiered": {"recent_boundary": 8, "mid_boundary": 24, "group_size": 8},
+    "kitty": {"n_sink": 4, "residual_length": 8},
+    "adakv": {"residual_length": 8},
 }
 WIDE: dict[str, dict[str, Any]] = {
     "streaming_llm": {"window_size": 512},
@@ -143,10 +146,13 @@ WIDE: dict[str, dict[str, Any]] = {
     "turboquant_mse": {"bits": 6},
     "turboquant_rvq": {"bits": 4},
     "qjl": {"jl_dim": 4096},
+    "spectral": {"bits": 7, "val_d_eff": 16},
     "turboquant_prod": {"bits": 8},
     "polar": {"bits": 5},
     "kivi_sink": {"residual_length": 512},
     "age_tiered": {"recent_boundary": 512},
+    "kitty": {"residual_length": 512},
+    "adakv": {"residual_length": 512},
 }
 COMPOSED = "h2o over turboquant_mse"
 WINDOWED = "sliding_window over int8"

@@ -50,7 +50,9 @@ class TestRoundTrip:
     def test_every_method_goes_on_as_before(self, method, tmp_path):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            config = KVCacheConfig(method=method, residual_length=8, h2o_budget=24, snap_budget=40)
+            config = KVCacheConfig(
+                method=method, residual_length=8, h2o_budget=24, snap_budget=40, spectral_val_d_eff=16
+            )
         model, caches = filled(config=config)
         save(tmp_path / "caches", caches)
         back = load(tmp_path / "caches")

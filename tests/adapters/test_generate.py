@@ -37,7 +37,14 @@ LENGTHS = (1, 2, 16, 17, 32, 33)
 # Methods that only append single tokens.
 PROMPT_ONLY = ("snapkv", "nestedkv", "rocketkv")
 # Error of all logits relative to their size that codes of LOSSLESS may cause; without an entry: none at all.
-CODE_ERROR = {"turboquant_mse": 0.15, "turboquant_rvq": 0.08, "qjl": 0.4, COMPOSED: 0.15, WINDOWED: 0.03}
+CODE_ERROR = {
+    "turboquant_mse": 0.15,
+    "turboquant_rvq": 0.08,
+    "qjl": 0.4,
+    "spectral": 0.05,
+    COMPOSED: 0.15,
+    WINDOWED: 0.03,
+}
 
 
 def generate(model: Any, caches: list[Any], prompt: list[int], count: int) -> tuple[list[int], mx.array]:

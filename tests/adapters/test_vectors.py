@@ -15,6 +15,7 @@ from vq_adapters import (
     KVCache,
     KVCacheConfig,
     KVCacheFactory,
+    PolarQuantKVCache,
     QJLKVCache,
     QuantizerConfigError,
     SlidingWindowKVCache,
@@ -24,7 +25,12 @@ from vq_adapters.vectors import VECTOR_CLASSES
 from vq_functional.core.codec import bind
 
 D = 64
-METHODS: dict[str, Any] = {"turboquant_mse": TurboQuantKVCache, "qjl": QJLKVCache}
+METHODS: dict[str, Any] = {
+    "turboquant_mse": TurboQuantKVCache,
+    "turboquant_prod": TurboQuantKVCache,
+    "polar": PolarQuantKVCache,
+    "qjl": QJLKVCache,
+}
 methods = pytest.mark.parametrize("method", METHODS)
 dtypes = pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)
 
@@ -111,10 +117,16 @@ def test_a_window_is_a_fresh_cache_of_the_newest_tokens(method, bound, n, window
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("n", [1, 9, 65])
 def test_memory_bytes(method, dim, n):
-    """turboquant_mse: n (4 W + 2 + D + 2), W words of codes; qjl: n (m / 8 + 2 + D + 2), m = D."""
+    """A key by its method, 2 bits a coordinate where these count, and a value of D + 2."""
     cache = feed(make(method, head_dim=dim), *tokens(n, dim=dim))
-    key = 4 * -(-dim * 2 // 32) if method == "turboquant_mse" else dim // 8
-    assert cache.memory_bytes() == n * (key + 2 + dim + 2)
+    angles = sum(4 * -(-bits * (dim >> level) // 32) for level, bits in enumerate((4, 2, 2, 2), 1))
+    keys = {
+        "turboquant_mse": dim // 4 + 2,  # codes and a norm
+        "turboquant_prod": dim // 8 + 2 + dim // 8 + 2,  # codes, signs, two norms
+        "polar": angles + 2 * dim // 16,  # angles and radii
+        "qjl": dim // 8 + 2,  # signs and a norm
+    }
+    assert cache.memory_bytes() == n * (keys[method] + dim + 2)
 
 
 def test_memory_bytes_follow_the_sketch():
@@ -271,7 +283,7 @@ def test_what_a_window_can_wrap():
 @methods
 def test_refuses_another_method(method):
     for other in ("h2o", "turboquant_rvq", "qjl", "turboquant_mse"):
-        if other != method:
+        if METHODS.get(other) is not METHODS[method]:
             with pytest.raises(QuantizerConfigError, match=f"{METHODS[method].__name__}: `method`"):
                 METHODS[method](KVCacheConfig(method=other, head_dim=D))
 

@@ -33,12 +33,14 @@ from vq_functional import (
     Policy,
     QuantizerConfigError,
     chain,
+    h2o,
     h2o_policy,
     int8_codec,
     kivi,
     nbytes,
     qjl_codec,
     rows,
+    sliding_window,
     snapkv_policy,
     streaming_llm_policy,
     turboquant_mse_codec,
@@ -290,6 +292,13 @@ def test_policy_sees_keys_as_the_store_gives_them_back(seed: int, pattern: list[
 def test_store_with_shared_scales_is_refused(policy: Policy) -> None:
     with pytest.raises(QuantizerConfigError, match=rf"{policy.name}.*kivi.*`store`.*; got 'kivi'$"):
         chain(policy, kivi())
+
+
+@ALL
+@pytest.mark.parametrize("store", [sliding_window(window_size=8), h2o()], ids=lambda store: store.name)
+def test_what_drops_rows_itself_is_no_bed(policy: Policy, store: Any) -> None:
+    with pytest.raises(QuantizerConfigError, match=rf"^{policy.name} over {store.name}: `store` must keep every row"):
+        chain(policy, store)
 
 
 @ALL

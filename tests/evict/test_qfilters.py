@@ -33,12 +33,13 @@ from oracle import (
     to_numpy,
 )
 
-from vq_functional import KVSpec, QuantizerConfigError, rows
+from vq_functional import KVSpec, QuantizerConfigError, chain, int8_codec, rows, turboquant_mse_codec
 from vq_functional.core.tree import flatten
 from vq_functional.evict.engine import Evicting
 from vq_functional.evict.qfilters import qfilters, qfilters_direction, qfilters_policy, with_direction
 
 GROUPS = st.sampled_from([None, 1, 2])  # queries a KV head; None: keys stand in
+STAND_INS = pytest.mark.parametrize("stand_in", ["mean", "axis"])
 KINDS = pytest.mark.parametrize("group", [None, 2], ids=["keys", "queries"])
 PATTERNS = pytest.mark.parametrize("pattern", [[60], [1] * 60, [25, 1, 34]], ids=["once", "decode", "chunks"])
 
@@ -371,6 +372,16 @@ def axis_of(keys: np.ndarray) -> np.ndarray:
     return axis * np.sign(axis[np.argmax(np.abs(axis))])
 
 
+def minus_mean_of(keys: np.ndarray) -> np.ndarray:
+    """Unit vector [D] against the mean of `keys` [S, D]."""
+    mean = keys.astype(np.float64).mean(axis=0)
+    return -mean / np.linalg.norm(mean)
+
+
+# What stands in [D] for keys [S, D], and the cosine by which a direction that was found may miss it.
+TOLD_BY = {"mean": (minus_mean_of, 1 - 1e-6), "axis": (axis_of, 0.99)}
+
+
 def stretched(seed: int, tokens: int, batch: int = 1) -> Stream:
     """Keys spread four times as far along one axis of their head as along others, with a mean on top."""
     stream, random = make_stream(seed, tokens, batch=batch), np.random.default_rng(seed)
@@ -394,30 +405,81 @@ def stretched(seed: int, tokens: int, batch: int = 1) -> Stream:
     ],
     ids=str,
 )
+@STAND_INS
 def test_direction_is_found_once_enough_keys_came(
-    budget: int, calib_tokens: int, pattern: list[int], frozen_at: int
+    stand_in: str, budget: int, calib_tokens: int, pattern: list[int], frozen_at: int
 ) -> None:
     """Of all keys held and new when `calib_tokens`, or what `budget` holds, is reached."""
-    stream, transform = stretched(13, 130), qfilters(budget=budget, calib_tokens=calib_tokens)
+    transform = qfilters(budget=budget, calib_tokens=calib_tokens, stand_in=stand_in)
+    stream, (told_by, closeness) = stretched(13, 130), TOLD_BY[stand_in]
     before = feed(transform, stream, pattern[:-1])
     assert not before.carry.frozen.any().item()
     state = resume(transform, before, stream, pattern[-1:], sum(pattern[:-1]))
     assert state.carry.frozen.all().item()
     for head in range(2):
-        want = axis_of(stream.keys[0, head, :frozen_at])
-        assert unit(state.carry.direction[0, head].tolist()) @ want > 0.99
+        want = told_by(stream.keys[0, head, :frozen_at])
+        assert np.array(state.carry.direction[0, head].tolist()) @ want > closeness
     later = resume(transform, state, stream, [1, 1, 8], sum(pattern))
     assert mx.array_equal(later.carry.direction, state.carry.direction)
 
 
 @pytest.mark.parametrize("pattern", [[60], [20, 40], [1] * 60, [7, 1, 52]], ids=str)
-def test_first_eviction_is_by_the_direction(pattern: list[int]) -> None:
-    stream, transform = stretched(14, 60), qfilters(budget=30, n_sink=1, calib_tokens=16)
+@STAND_INS
+def test_first_eviction_is_by_the_direction(stand_in: str, pattern: list[int]) -> None:
+    stream, transform = stretched(14, 60), qfilters(budget=30, n_sink=1, calib_tokens=16, stand_in=stand_in)
     direction = to_numpy(feed(transform, stream, pattern).carry.direction)
     told, margin = expect_by(direction, stream, plain_calls(pattern, 1), budget=30, n_sink=1)
     assert margin > NEAR_TIE
     held = held_positions(transform, feed(transform, stream, pattern))
     assert held[0] == [told[-1][0, head].held for head in range(2)]
+
+
+@given(seeds(), cuts(20))
+def test_mean_does_not_depend_on_cuts(seed: int, pattern: list[int]) -> None:
+    """Nor on the store: it is that of the keys as they came."""
+    total, codes = sum(pattern), rows(key=turboquant_mse_codec(bits=3), value=int8_codec())
+    policy = qfilters_policy(budget=total + 1, n_sink=0, calib_tokens=max(total, 2))
+    stream = make_stream(seed, total, batch=2, dim=64)
+    want = -stream.keys.astype(np.float64).mean(axis=2)
+    for transform, how in ((chain(policy, rows()), pattern), (chain(policy, codes), [1] * total)):
+        got = to_numpy(feed(transform, stream, how).carry.direction)
+        np.testing.assert_allclose(unit(got), unit(want), atol=1e-5)
+
+
+def test_keys_against_their_mean_stay() -> None:
+    """Most keys lie around one direction; the few that do not are what is kept, whichever place they have."""
+    stream, (keys, _) = make_stream(22, 60), cone(22, (1, 2, 60, 16), mean=6.0)
+    rare = [9, 23, 38, 51]
+    keys[:, :, rare] *= -1
+    transform = qfilters(budget=5, n_sink=1, calib_tokens=16)
+    held = held_positions(transform, feed(transform, Stream(keys, stream.values, None, mx.float32), [60]))
+    assert held == [[[0, *rare]] * 2]
+
+
+def test_means_of_large_keys_do_not_overflow() -> None:
+    stream, transform = make_stream(23, 40), qfilters(budget=20, n_sink=1, calib_tokens=16)
+    keys = np.sign(stream.keys) * np.float32(1e38)
+    keys[..., :8] = 2e38
+    state = feed(transform, Stream(keys, stream.values, None, mx.float32), [30, 1, 9])
+    want = minus_mean_of(keys[0, 0, :30])
+    assert state.carry.frozen.all().item()
+    assert to_numpy(state.carry.direction)[0, 0].astype(np.float64) @ want > 1 - 1e-6
+
+
+@PATTERNS
+@STAND_INS
+def test_keys_that_tell_nothing_leave_the_latest_rows(stand_in: str, pattern: list[int]) -> None:
+    stream, transform = make_stream(24, 60), qfilters(budget=10, n_sink=3, calib_tokens=16, stand_in=stand_in)
+    state = feed(transform, Stream(np.zeros_like(stream.keys), stream.values, None, mx.float32), pattern)
+    assert not state.carry.frozen.any().item()
+    assert held_positions(transform, state) == [[[0, 1, 2, *range(53, 60)]] * 2]
+
+
+@STAND_INS
+def test_real_queries_make_the_stand_in_needless(stand_in: str) -> None:
+    stream = make_stream(25, 60, group=2)
+    one, other = qfilters(budget=20, stand_in=stand_in), qfilters(budget=20)
+    assert same(feed(one, stream, [40, 1, 19]), feed(other, stream, [40, 1, 19]))
 
 
 @given(cuts(20), GROUPS)
@@ -429,8 +491,9 @@ def test_nothing_goes_before_the_budget_is_full(pattern: list[int], group: int |
     assert equal(held, plain.read(feed(plain, stream, pattern, capacity=total)))
 
 
-def test_each_sequence_finds_its_own_direction() -> None:
-    stream, transform = stretched(16, 80, batch=2), qfilters(budget=30, calib_tokens=20)
+@STAND_INS
+def test_each_sequence_finds_its_own_direction(stand_in: str) -> None:
+    stream, transform = stretched(16, 80, batch=2), qfilters(budget=30, calib_tokens=20, stand_in=stand_in)
     whole = flatten(feed(transform, stream, [50, 1, 29]))[0]
     for row in range(2):
         alone = flatten(feed(transform, stream.rows([row]), [50, 1, 29]))[0]
@@ -438,9 +501,10 @@ def test_each_sequence_finds_its_own_direction() -> None:
 
 
 @pytest.mark.parametrize("left", [True, False], ids=["left", "right"])
-def test_padding_takes_no_part_in_the_direction(left: bool) -> None:
-    """Padding is a hundred times as large as a key, so that it would be the axis."""
-    stream, transform = stretched(17, 60, batch=2), qfilters(budget=30, calib_tokens=20)
+@STAND_INS
+def test_padding_takes_no_part_in_the_direction(stand_in: str, left: bool) -> None:
+    """Padding is a hundred times as large as a key, so that it would be the axis and the mean."""
+    stream, transform = stretched(17, 60, batch=2), qfilters(budget=30, calib_tokens=20, stand_in=stand_in)
     keys, values = np.full((2, 2, 60, 16), 100.0, np.float32), np.zeros((2, 2, 60, 16), np.float32)
     for row, count in enumerate((60, 45)):
         place = slice(60 - count, 60) if left else slice(0, count)
@@ -462,16 +526,17 @@ def test_padding_takes_no_part_in_the_direction(left: bool) -> None:
 @PATTERNS
 @KINDS
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
-@pytest.mark.parametrize("given_one", [True, False], ids=["given", "found"])
+@pytest.mark.parametrize("source", ["given", "mean", "axis"])
 def test_bad_key_harms_neither_direction_nor_other_rows(
-    given_one: bool, bad: float, group: int | None, pattern: list[int]
+    source: str, bad: float, group: int | None, pattern: list[int]
 ) -> None:
     clean = make_stream(18, 60, batch=2, group=group)
     keys = clean.keys.copy()
     keys[0, :, 9] = bad
     broken = Stream(keys, clean.values, clean.queries, mx.float32)
     chosen = {"budget": 20, "n_sink": 2, "calib_tokens": 16}
-    transform = calibrated(directions(18, clean), **chosen) if given_one else qfilters(**chosen)
+    found = source != "given"
+    transform = qfilters(**chosen, stand_in=source) if found else calibrated(directions(18, clean), **chosen)
     state, other = feed(transform, broken, pattern), feed(transform, clean, pattern)
     assert equal(*([x[1:] for x in flatten(s)[0]] for s in (state, other)))
     assert mx.isfinite(state.carry.direction).all().item()
@@ -522,6 +587,9 @@ def test_bad_query_has_no_part_in_the_direction(bad: float, pattern: list[int]) 
         ({"on_low_retention": "error"}, "on_low_retention"),
         ({"on_low_retention": None}, "on_low_retention"),
         ({"on_low_retention": True}, "on_low_retention"),
+        ({"stand_in": "norm"}, "stand_in"),
+        ({"stand_in": None}, "stand_in"),
+        ({"stand_in": 1}, "stand_in"),
         ({"protect": [(3, 1)]}, "protect"),
         ({"protect": [(-1, 2)]}, "protect"),
         ({"protect": 5}, "protect"),

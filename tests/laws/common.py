@@ -23,6 +23,7 @@ SMALL = {
     "residual_length": 32,
     "group_size": 32,
     "chunk_size": 4,
+    "val_d_eff": 16,
 }
 BATCH, HEADS, DIM = 2, 2, 64
 SPEC = vq.KVSpec(batch=BATCH, kv_heads=HEADS, key_dim=DIM, value_dim=DIM, capacity=192)

@@ -125,8 +125,23 @@ def tiered_bytes(capacity: int, heads: int, recent: int = 128, mid: int = 1024, 
     return heads * (coded + group * 2 * DIM * 2) + 16
 
 
+def kitty_bytes(capacity: int, heads: int) -> int:
+    """Two planes, scales and zeros, a map; values token by token; sinks and the exact window; two counters."""
+    boosted, pages = DIM // 4, capacity // 32
+    keys = pages * (words(32, 2) * (DIM + boosted) + 4 * DIM + boosted)
+    values = capacity * (words(DIM, 2) + 4)
+    return heads * (keys + values + 3 * 32 * 2 * DIM * 2) + 32 * 8 + 4 + 8
+
+
+def adakv_bytes(capacity: int, heads: int) -> int:
+    """Half of the heads at 2 bits, half at 3, and which ones; values and the exact window as they came."""
+    keys = capacity // 32 * (DIM * (words(32, 2) + words(32, 3)) // 2 + 4 * DIM + 1)
+    return heads * (keys + capacity * 2 * DIM + 2 * 32 * 2 * DIM * 2) + 8
+
+
 EIGHT_BITS = words(DIM, 8) + 2
 FORMULAS = {
+    "spectral": row_bytes(words(DIM, 2) + 4 + 3, words(DIM, 2) + 4),
     "kivi": grouped_bytes,
     "turboquant_mse": row_bytes(words(DIM, 2) + 2, EIGHT_BITS),
     "turboquant_rvq": row_bytes(2 * words(DIM, 2) + 2, 2 * DIM),
@@ -137,6 +152,8 @@ FORMULAS = {
     ),
     "kivi_sink": sink_group_bytes,
     "age_tiered": tiered_bytes,
+    "kitty": kitty_bytes,
+    "adakv": adakv_bytes,
 }
 
 

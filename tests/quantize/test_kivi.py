@@ -28,9 +28,7 @@ def draw(n: int, dim: int, seed: int = 0, dtype: mx.Dtype = mx.float16, batch: i
 
 def options(transform: Any) -> KIVIOptions:
     """The options that made the transform."""
-    return KIVIOptions(
-        bits=transform.key.bits, group_size=transform.key.group_size, residual_length=transform.residual
-    )
+    return KIVIOptions(bits=transform.key.bits, group_size=transform.key.group_size, residual_length=transform.residual)
 
 
 def numbers(x: mx.array) -> np.ndarray:
@@ -464,7 +462,9 @@ def test_a_power_of_two_leaves_the_codes_alone(factor: float, dtype: mx.Dtype) -
     transform = vq.kivi(bits=3, group_size=32, residual_length=0)
     keys, values = draw(64, 16, dtype=dtype), draw(64, 40, seed=1, dtype=dtype)
     one, two = feed(transform, keys, values), feed(transform, keys * factor, values * factor)
-    assert mx.array_equal(one.keys.rows.codes, two.keys.rows.codes) and mx.array_equal(one.values.rows.codes, two.values.rows.codes)
+    assert mx.array_equal(one.keys.rows.codes, two.keys.rows.codes) and mx.array_equal(
+        one.values.rows.codes, two.values.rows.codes
+    )
 
 
 # Trim and grow
@@ -594,7 +594,7 @@ def test_bytes_follow_the_formula(
     transform, batch, capacity = vq.kivi(bits=bits, group_size=group, residual_length=residual), 2, 256
     spec = vq.KVSpec(kv_heads=HEADS, key_dim=key_dim, value_dim=value_dim, batch=batch, dtype=dtype, capacity=capacity)
     block = block_of(bits, group)
-    columns = -(-(capacity + (block if residual < block else 0)) // block) * block
+    columns = -(-capacity // block) * block
     groups = -(-value_dim // group)
     key_bytes = columns * key_dim * bits / 8 + 2 * dtype.size * key_dim * columns / group
     value_bytes = columns * (4 * math.ceil(groups * group * bits / 32) + 2 * dtype.size * groups)

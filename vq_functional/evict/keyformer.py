@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
-from vq_functional.core.errors import check, check_int, check_number
+from vq_functional.core.errors import check, check_between, check_int, check_number
 from vq_functional.core.policy import Scene, Spans, check_policy, protect_field
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
@@ -57,19 +57,13 @@ class KeyformerOptions:
         check_policy("keyformer", self.budget, self.n_sink, self.recent, self.protect)
         for field in ("tau", "tau_init", "tau_end"):
             if field != "tau" or self.tau is not None:
-                _check_temperature(field, getattr(self, field))
-        share = self.recent_share
-        number = share is None or (isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share < 1)
-        check(number, "keyformer", "recent_share", "must be None or a number in [0, 1)", share)
+                check_between("keyformer", field, getattr(self, field), 0, HOTTEST)
+        if self.recent_share is not None:
+            check_between("keyformer", "recent_share", self.recent_share, 0, below=1)
         check_int("keyformer", "anneal_steps", self.anneal_steps, 0)
         check_number("keyformer", "rope_base", self.rope_base, 0)
         whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
         check(whole, "keyformer", "seed", "must be an integer", self.seed)
-
-
-def _check_temperature(field: str, value: Any) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    check(number and 0 <= value <= HOTTEST, "keyformer", field, f"must be a number in [0, {HOTTEST}]", value)
 
 
 @attrs.frozen

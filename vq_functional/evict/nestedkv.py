@@ -10,13 +10,12 @@ them; a later call of several tokens measures all rows that are left as if
 they were neighbours.
 """
 
-import math
 from typing import Any
 
 import attrs
 import mlx.core as mx
 
-from vq_functional.core.errors import check, check_int
+from vq_functional.core.errors import check_between, check_int
 from vq_functional.core.policy import Policy, Scene, Spans, check_policy, protect_field
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
@@ -51,17 +50,10 @@ class NestedKVOptions:
     def __attrs_post_init__(self) -> None:
         check_policy("nestedkv", self.budget, self.n_sink, 0, self.protect)
         check_int("nestedkv", "window", self.window, 1)
-        _check_finite("beta", self.beta, 0)
-        _check_finite("tau", self.tau)
-        _check_finite("kappa", self.kappa, 0)
-        _check_finite("safeguard_alpha", self.safeguard_alpha, 0, 1)
-
-
-def _check_finite(field: str, value: Any, low: float = -math.inf, high: float = math.inf) -> None:
-    """Check that `value` is a finite number in [low, high]."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    limits = "" if low == -math.inf else f" >= {low}" if high == math.inf else f" in [{low}, {high}]"
-    check(number and math.isfinite(value) and low <= value <= high, "nestedkv", field, f"must be finite{limits}", value)
+        check_between("nestedkv", "beta", self.beta, 0)
+        check_between("nestedkv", "tau", self.tau)
+        check_between("nestedkv", "kappa", self.kappa, 0)
+        check_between("nestedkv", "safeguard_alpha", self.safeguard_alpha, 0, 1)
 
 
 @attrs.frozen

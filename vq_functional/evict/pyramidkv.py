@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from vq_functional.core.errors import check, check_choice, check_int, check_number
+from vq_functional.core.errors import check_between, check_choice, check_int, check_number
 from vq_functional.core.policy import Policy, Spans, check_policy, protect_field, spared
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
@@ -50,8 +50,7 @@ class PyramidKVOptions:
         check_int("pyramidkv", "budget", self.budget, 1)
         check_int("pyramidkv", "obs_window", self.obs_window, 1)
         check_number("pyramidkv", "decay", self.decay, 0, 1)
-        number = isinstance(self.beta, (int, float)) and not isinstance(self.beta, bool)
-        check(number and 1 <= self.beta < float("inf"), "pyramidkv", "beta", "must be a number >= 1", self.beta)
+        check_between("pyramidkv", "beta", self.beta, 1)
         if self.recent is not None:
             check_int("pyramidkv", "recent", self.recent, 1)
         if self.resolved_budget is not None:

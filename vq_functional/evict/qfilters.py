@@ -2,8 +2,8 @@
 
 The filter of a KV head is one direction: the leading one of its queries, given
 by `with_direction` or found from the first real queries of a sequence. Without
-queries the axis along which the keys vary most stands in. It is found while
-everything is still held, and never changes afterwards.
+queries minus the mean key stands in, or the axis along which the keys vary
+most. It is found while everything is still held, and never changes afterwards.
 
 Differs from the paper: filters may be found in the sequence itself; the first
 `n_sink` rows are kept.
@@ -23,7 +23,7 @@ from vq_functional.evict.chain import chain
 from vq_functional.evict.slots import SlotState
 from vq_functional.ops.attention import LOWEST, logits
 from vq_functional.ops.rows import read_rows
-from vq_functional.ops.vectors import TINY, norm
+from vq_functional.ops.vectors import TINY
 
 SQUARINGS = 12  # the second direction fades by the ratio of the two eigenvalues to the power of 2**12
 ITERATIONS = 2  # of the power method, at a single token
@@ -34,7 +34,9 @@ class QFiltersOptions:
     """`budget` counts every kept row, sinks and recent rows included.
 
     A filter that is not given is found once `calib_tokens` tokens have come, or
-    as many as the budget holds. `sign` -1 keeps what points the other way.
+    as many as the budget holds. Where queries are unknown, `stand_in` takes
+    their place: "mean" is minus the mean key, "axis" the leading axis of the
+    keys' covariance. `sign` -1 keeps what points the other way.
     `min_retention` and `on_low_retention` are for caches that warn: below this
     share of kept tokens "warn", "raise" or "ignore"; they change no row.
     """
@@ -43,6 +45,7 @@ class QFiltersOptions:
     n_sink: int = 4
     recent: int = 0
     calib_tokens: int = 128
+    stand_in: str = "mean"
     sign: int = 1
     min_retention: float | None = 0.9
     on_low_retention: str = "warn"
@@ -51,6 +54,7 @@ class QFiltersOptions:
     def __attrs_post_init__(self) -> None:
         check_policy("qfilters", self.budget, self.n_sink, self.recent, self.protect)
         check_int("qfilters", "calib_tokens", self.calib_tokens, 2)
+        check_choice("qfilters", "stand_in", self.stand_in, ("mean", "axis"))
         check_choice("qfilters", "sign", self.sign, (1, -1))
         if self.min_retention is not None:
             check_number("qfilters", "min_retention", self.min_retention, 0, 1)
@@ -76,6 +80,7 @@ class QFiltersPolicy(Policy):
     sign: int = 1
     min_retention: float | None = None
     on_low_retention: str = "ignore"
+    stand_in: str = "mean"
     name = "qfilters"
 
     def init_carry(self, spec: KVSpec) -> Filters:
@@ -84,7 +89,7 @@ class QFiltersPolicy(Policy):
 
     def carry_on(self, scene: Scene) -> Filters:
         old = scene.carry.direction
-        told = _told_by_keys(scene) if scene.proxy else _told_by_queries(scene)
+        told = _told_by_keys(scene, self.stand_in) if scene.proxy else _told_by_queries(scene)
         learns = ~scene.carry.frozen & (scene.tokens > 0)
         sound = mx.isfinite(told).all(axis=-1, keepdims=True)
         direction = mx.where(learns[:, None, None] & sound, told, old)
@@ -103,14 +108,30 @@ class QFiltersPolicy(Policy):
 
 def _told_by_queries(scene: Scene) -> mx.array:
     """The directions of all calls' queries, added up by their numbers of tokens."""
-    known = (scene.query_position >= 0)[:, None, :, None]
-    queries = scene.queries.astype(mx.float32)
-    queries = mx.where(known & mx.isfinite(queries).all(axis=-1, keepdims=True), queries, 0.0)
-    found = qfilters_direction(queries, scene.position.shape[1])
+    found = qfilters_direction(_sound_queries(scene), scene.position.shape[1])
     return scene.carry.direction + scene.tokens[:, None, None] * found
 
 
-def _told_by_keys(scene: Scene) -> mx.array:
+def _sound_queries(scene: Scene) -> mx.array:
+    """This call's queries in float32; zeros for padding and where a number is not finite."""
+    known = (scene.query_position >= 0)[:, None, :, None]
+    queries = scene.queries.astype(mx.float32)
+    return mx.where(known & mx.isfinite(queries).all(axis=-1, keepdims=True), queries, 0.0)
+
+
+def _told_by_keys(scene: Scene, stand_in: str) -> mx.array:
+    """What stands in for the direction of unknown queries."""
+    return _minus_mean(scene) if stand_in == "mean" else _axis(scene)
+
+
+def _minus_mean(scene: Scene) -> mx.array:
+    """Minus the mean of all keys so far, as they came."""
+    seen = mx.maximum(scene.offset, 1)[:, None, None]
+    before = (1 - scene.tokens[:, None, None] / seen) * scene.carry.direction
+    return before - (_sound_queries(scene) / seen[..., None]).sum(axis=2)
+
+
+def _axis(scene: Scene) -> mx.array:
     """The axis along which the keys that are held vary most."""
     stepped = _step(scene)
     if scene.queries.shape[2] == 1:
@@ -150,7 +171,8 @@ def _leading(x: mx.array) -> mx.array:
 
 
 def _unit(x: mx.array) -> mx.array:
-    return x / mx.maximum(norm(x), TINY)
+    x = x / mx.maximum(mx.abs(x).max(axis=-1, keepdims=True), TINY)
+    return x / mx.maximum(mx.linalg.norm(x, axis=-1, keepdims=True), TINY)
 
 
 def _upright(axis: mx.array) -> mx.array:
@@ -195,7 +217,7 @@ def qfilters_policy(**options: Any) -> QFiltersPolicy:
     """Rows stay whose keys point along their head's filter; options as in QFiltersOptions."""
     o = QFiltersOptions(**options)
     retention = (o.min_retention, o.on_low_retention)
-    return QFiltersPolicy(o.budget, o.n_sink, o.recent, o.protect, o.calib_tokens, o.sign, *retention)
+    return QFiltersPolicy(o.budget, o.n_sink, o.recent, o.protect, o.calib_tokens, o.sign, *retention, o.stand_in)
 
 
 def qfilters(**options: Any) -> Transform:

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
-from vq_functional.core.errors import check, check_choice, check_int, check_number
+from vq_functional.core.errors import check_between, check_choice, check_int, check_number
 from vq_functional.core.policy import Spans, check_policy, protect_field
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
@@ -48,8 +48,7 @@ class SqueezeAttentionOptions:
         check_int("squeeze", "budget", self.budget, 1)
         if self.recent is not None:
             check_int("squeeze", "recent", self.recent, 1)
-        number = isinstance(self.strength, (int, float)) and not isinstance(self.strength, bool)
-        check(number and 0 <= self.strength <= 1, "squeeze", "strength", "must be a number in [0, 1]", self.strength)
+        check_between("squeeze", "strength", self.strength, 0, 1)
         check_choice("squeeze", "reduce", self.reduce, ("mean", "head0"))
         check_number("squeeze", "decay", self.decay, 0, 1)
         check_int("squeeze", "n_sink", self.n_sink, 0)

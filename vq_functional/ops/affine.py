@@ -30,7 +30,7 @@ def quantize(x: mx.array, bits: int, group: int, dtype: mx.Dtype) -> Groups:
     A number that is not finite does not enter its group's range: infinities
     take the nearest end, NaN the lowest value.
     """
-    x = x.astype(mx.float32).reshape(*x.shape[:-1], -1, group)
+    x = x.astype(mx.float32).reshape(*x.shape[:-1], x.shape[-1] // group, group)
     low, high = finite_range(x)
     zeros = low.astype(dtype)
     scales = mx.minimum((high - low) / (2**bits - 1), mx.finfo(dtype).max).astype(dtype)

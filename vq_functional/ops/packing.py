@@ -21,7 +21,7 @@ def pack(codes: mx.array, bits: int) -> mx.array:
     missing = -codes.shape[-1] % per_word
     if missing:
         codes = mx.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, missing)])
-    codes = codes.reshape(*codes.shape[:-1], -1, per_word)
+    codes = codes.reshape(*codes.shape[:-1], codes.shape[-1] // per_word, per_word)
     shifts = mx.arange(per_word, dtype=mx.uint32) * bits
     return (codes << shifts).sum(axis=-1).astype(mx.uint32)
 

@@ -94,6 +94,11 @@ class Blocks(Store, Transform):
         """Memory of the exact rows after a call whose queries were `queries` [B, Hq, S, D]."""
         return held.recent.memory
 
+    def fit(self, layout: Layout, first: Recent) -> tuple[Rows, Rows]:
+        """Tables of the key and the value coder, fitted to the `least` rows that are packed first."""
+        key, value = self.sides(layout)
+        return key.coder.tables(first.keys), value.coder.tables(first.values)
+
     def encode(self, layout: Layout, recent: Recent, tables: tuple[Rows, Rows]) -> tuple[Rows, Rows]:
         """Keys and values of whole blocks, packed."""
         key, value = self.sides(layout)
@@ -108,7 +113,7 @@ class Blocks(Store, Transform):
 
     def init_state(self, spec: KVSpec, left_padding: mx.array | None = None) -> BlockState:
         batch, layout = spec.batch, spec.layout
-        columns = self._columns(spec.capacity + (self.least if self.residual < self.least else 0))
+        columns = self._columns(spec.capacity) + self.least - self.block
         dims = layout.key_dim, layout.value_dim
         recent_keys, recent_values = (
             mx.zeros((batch, layout.kv_heads, self.recent_rows, dim), layout.dtype) for dim in dims
@@ -179,7 +184,7 @@ class Blocks(Store, Transform):
         return self._positions(state, self.recent_rows + (n if n > 1 else 0))
 
     def grow(self, state: BlockState, capacity: int) -> BlockState:
-        columns = self._columns(capacity)
+        columns = self._columns(capacity) + self.least - self.block
         if columns <= self.capacity(state):
             return state
         keys, values = (
@@ -234,7 +239,7 @@ class Blocks(Store, Transform):
 
     def _packed(self, held: BlockState, recent: Recent, coded: mx.array) -> BlockState:
         """The state with `recent`, whole blocks, packed behind the frontier; `coded` int [B] tells how many count."""
-        key, value = sides = self.sides(held.layout)
+        key, value = self.sides(held.layout)
         sinks = held.sinks
         if self.sinks is not None and sinks is not None:
             sinks = self.sinks.valid(sinks, held.coded)
@@ -244,12 +249,10 @@ class Blocks(Store, Transform):
                 for x, codec in ((recent.keys, self.key), (recent.values, self.value))
             ]
             recent = attrs.evolve(recent, keys=drawn[0], values=drawn[1])
-        begins = (held.coded == 0) & (coded > 0)
-        tables = tuple(
-            side.fitted(old.tables, x[:, :, : self.least], begins)
-            for side, old, x in zip(sides, (held.keys, held.values), (recent.keys, recent.values), strict=True)
-        )
-        new_keys, new_values = self.encode(held.layout, recent, (tables[0], tables[1]))
+        begins, known = (held.coded == 0) & (coded > 0), (held.keys.tables, held.values.tables)
+        fitted = self.fit(held.layout, map_leaves(lambda x: x[:, :, : self.least], recent))
+        tables = map_leaves(lambda new, old: mx.where(_along_batch(begins, new), new, old), fitted, known)
+        new_keys, new_values = self.encode(held.layout, recent, tables)
         keys = Coded(key.write(held.keys.rows, new_keys, held.coded), tables[0])
         values = Coded(value.write(held.values.rows, new_values, held.coded), tables[1])
         return attrs.evolve(held, keys=keys, values=values, sinks=sinks)
@@ -291,6 +294,11 @@ class Blocks(Store, Transform):
         coded = mx.where(columns < state.coded[:, None], columns, -1)
         exact = state.coded[:, None] + mx.arange(recent)
         return mx.concatenate([coded, exact], axis=-1)[:, None]
+
+
+def _along_batch(x: mx.array, like: mx.array) -> mx.array:
+    """`x` [B] shaped to go with `like` [B, ...]."""
+    return x.reshape(-1, *(1,) * (like.ndim - 1))
 
 
 def blocks(

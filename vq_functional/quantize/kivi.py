@@ -6,7 +6,7 @@ prompt was cut. A number that is not finite is held as its group's lowest or
 highest finite one.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 
@@ -29,14 +29,15 @@ class KIVIOptions:
     residual_length: int = 128
     bits_k: int | None = None
     bits_v: int | None = None
+    method: ClassVar[str] = "kivi"
 
     def __attrs_post_init__(self) -> None:
-        check_int("kivi", "bits", self.bits, 1, 8)
-        check_int("kivi", "group_size", self.group_size, 1)
-        check_int("kivi", "residual_length", self.residual_length, 0)
+        check_int(self.method, "bits", self.bits, 1, 8)
+        check_int(self.method, "group_size", self.group_size, 1)
+        check_int(self.method, "residual_length", self.residual_length, 0)
         for field, bits in (("bits_k", self.bits_k), ("bits_v", self.bits_v)):
             if bits is not None:
-                check_int("kivi", field, bits, 1, 8)
+                check_int(self.method, field, bits, 1, 8)
 
 
 def kivi_codecs(o: KIVIOptions) -> tuple[Codec, Codec]:

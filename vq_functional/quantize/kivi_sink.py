@@ -7,7 +7,7 @@ Differs from the paper: it reads sinks off the hidden states of one layer, once
 for all layers; a cache sees keys and values alone, so each layer chooses for itself.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 
@@ -28,11 +28,12 @@ class KIVISinkOptions(KIVIOptions):
 
     n_sink: int = 5
     sink_signal: str = "unusual_keys"
+    method: ClassVar[str] = "kivi_sink"
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
-        check_int("kivi_sink", "n_sink", self.n_sink, 0)
-        check_choice("kivi_sink", "sink_signal", self.sink_signal, SIGNALS)
+        check_int(self.method, "n_sink", self.n_sink, 0)
+        check_choice(self.method, "sink_signal", self.sink_signal, SIGNALS)
 
 
 def kivi_sink(**options: Any) -> Transform:

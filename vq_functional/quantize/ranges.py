@@ -37,7 +37,10 @@ class RangeGroupsCodec(Codec):
 
 @attrs.frozen
 class RangeGroups(Coder):
-    """Codes uint32 [B, H, D, T * bits / 32], ranges and low ends [B, H, D, T / group]."""
+    """Codes uint32 [B, H, D, T * bits / 32], half ranges and low ends [B, H, D, T / group].
+
+    Half of the range, since the whole of it can exceed what a half float holds.
+    """
 
     dim: int
     dtype: mx.Dtype
@@ -50,12 +53,12 @@ class RangeGroups(Coder):
 
     def encode(self, x: mx.array) -> Rows:
         x = x.swapaxes(-1, -2).astype(mx.float32)
-        x = x.reshape(*x.shape[:-1], -1, self.group)
+        x = x.reshape(*x.shape[:-1], x.shape[-1] // self.group, self.group)
         low, high = finite_range(x)
-        ranges = mx.minimum(high - low, mx.finfo(self.dtype).max).astype(self.dtype)
+        halves = (high * 0.5 - low * 0.5).astype(self.dtype)
         low = low.astype(self.dtype)
-        codes = steps(x, self._step(ranges), low.astype(mx.float32), self.bits)
-        return pack(codes.flatten(-2), self.bits), ranges, low
+        codes = steps(x, self._step(halves), low.astype(mx.float32), self.bits)
+        return pack(codes.flatten(-2), self.bits), halves, low
 
     def decode(self, rows: Rows) -> mx.array:
         return to_dtype(dequantize(self._groups(rows), self.bits, self.group), self.dtype).swapaxes(-1, -2)
@@ -70,14 +73,14 @@ class RangeGroups(Coder):
         """The same rows at `bits`. Where the highest codes divide, these are the codes of the numbers themselves."""
         if bits == self.bits:
             return rows
-        codes, ranges, low = rows
+        codes, halves, low = rows
         fine, coarse = 2**self.bits - 1, 2**bits - 1
-        numbers = unpack(codes, self.bits, ranges.shape[-1] * self.group)
-        return pack((2 * coarse * numbers + fine) // (2 * fine), bits), ranges, low
+        numbers = unpack(codes, self.bits, halves.shape[-1] * self.group)
+        return pack((2 * coarse * numbers + fine) // (2 * fine), bits), halves, low
 
     def _groups(self, rows: Rows) -> Groups:
-        codes, ranges, low = rows
-        return Groups(codes, self._step(ranges), low.astype(mx.float32))
+        codes, halves, low = rows
+        return Groups(codes, self._step(halves), low.astype(mx.float32))
 
-    def _step(self, ranges: mx.array) -> mx.array:
-        return ranges.astype(mx.float32) / (2**self.bits - 1)
+    def _step(self, halves: mx.array) -> mx.array:
+        return halves.astype(mx.float32) * (2 / (2**self.bits - 1))

@@ -68,10 +68,14 @@ class SinkRule(Described):
         these rows, bool [B, R], were sinks when their own block was packed.
         """
         position = start[:, None] + mx.arange(keys.shape[2])
+        if self.signal == "first":
+            return self._choose_first(sinks, keys, values, start, end), (position < self.count) & (
+                position < end[:, None]
+            )
         size = norm(keys.astype(mx.float32))[..., 0].mean(axis=1)
         first_median = mx.sort(size[:, :block], axis=-1)[:, block // 2]
         typical = mx.where(start == 0, first_median, sinks.typical)
-        signal = self._signal(size, position, typical[:, None])
+        signal = self._signal(size, typical[:, None])
         signal = mx.where(mx.isfinite(signal) & (position < end[:, None]), signal, -mx.inf)
         sinks, was_sink = attrs.evolve(sinks, typical=typical), []
         lot = max(LOT // block, 1) * block
@@ -100,9 +104,18 @@ class SinkRule(Described):
         position = mx.where(signal > -mx.inf, position, -1)
         return Sinks(keys, values, position, signal, sinks.typical), was_sink
 
-    def _signal(self, size: mx.array, position: mx.array, typical: mx.array) -> mx.array:
-        if self.signal == "first":
-            return -position.astype(mx.float32)
+    def _choose_first(self, sinks: Sinks, keys: mx.array, values: mx.array, start: mx.array, end: mx.array) -> Sinks:
+        place = mx.broadcast_to(mx.arange(self.count), sinks.position.shape)
+        came, there = (place >= start[:, None]) & (place < end[:, None]), place < end[:, None]
+        row = mx.broadcast_to((place - start[:, None])[:, None], (*keys.shape[:2], self.count))
+        keys, values = (
+            mx.where(came[:, None, :, None], pick(new, row), old)
+            for new, old in ((keys, sinks.keys), (values, sinks.values))
+        )
+        signal = mx.where(there, -place.astype(mx.float32), -mx.inf)
+        return Sinks(keys, values, mx.where(there, place, -1), signal, sinks.typical)
+
+    def _signal(self, size: mx.array, typical: mx.array) -> mx.array:
         if self.signal == "unusual_keys":
             return mx.abs(mx.log(mx.maximum(size, TINY) / mx.maximum(typical, TINY)))
         return size if self.signal == "large_keys" else -size

@@ -28,16 +28,6 @@ class Units:
         tables = self.coder.tables(mx.zeros((1, heads, self.size, self.coder.dim), self.coder.dtype))
         return tuple(mx.zeros((batch, *table.shape[1:]), table.dtype) for table in tables)
 
-    def fitted(self, tables: Rows, x: mx.array, begins: mx.array) -> Rows:
-        """`tables`, fitted to the rows `x` [B, H, S, D] where a sequence `begins`, bool [B]."""
-        if not tables:
-            return tables
-        fresh = self.coder.tables(x)
-        return tuple(
-            mx.where(begins.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-            for new, old in zip(fresh, tables, strict=True)
-        )
-
     def write(self, held: Rows, new: Rows, start: mx.array) -> Rows:
         """`held` with `new` at row `start` int [B]."""
         at = start // self.size

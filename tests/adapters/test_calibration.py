@@ -1,0 +1,306 @@
+"""Rows captured from models are what their layers see; calibrations are found once and never taken for another's."""
+
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from models import ARCHITECTURES, VOCABULARY, build, forced, log_probabilities, shared, tokenizer, tokens
+from tokenizers import Tokenizer
+from tokenizers import models as tokenizer_models
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+import vq_functional as vq
+from vq_adapters import KVCacheBuilder, KVCacheConfig, QuantizerConfigError, TransformKVCache, calibration, recording
+from vq_adapters.artifacts import FileArtifactStore
+from vq_adapters.calibration import CALIBRATORS, Captured, calibrate, capture, fingerprint, load_calibration
+from vq_functional.codebook.spectral import spectral
+from vq_functional.codebook.spectral_basis import SpectralBasis, spectral_calibrate
+
+NAME = "scaled_dot_product_attention"
+TEXTS = [tokens(40, seed) for seed in range(3)]
+
+
+def numbers(x: mx.array | None) -> np.ndarray:
+    assert x is not None
+    return np.array(x.astype(mx.float32))
+
+
+def by_hand(model: nn.Module, text: list[int], monkeypatch: pytest.MonkeyPatch) -> list[list[mx.array]]:
+    """Keys and values of mlx_lm's own caches [n, H, D], and the queries of all attention calls [n, Hq, D]."""
+    module = importlib.import_module(type(model).__module__)
+    original, asked = getattr(module, NAME), []
+
+    def attention(queries: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        asked.append(queries[0].swapaxes(0, 1))
+        return original(queries, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, NAME, attention)
+        caches = make_prompt_cache(model)
+        mx.eval(model(mx.array([text]), cache=caches))
+    held = [[x[0, :, : len(text)].swapaxes(0, 1) for x in (cache.keys, cache.values)] for cache in caches]
+    return [[*pair, queries] for pair, queries in zip(held, asked, strict=True)]
+
+
+# Capture
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3", "phi3", "olmo2"])
+def test_rows_are_those_of_plain_caches(architecture: str, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shared(architecture, dtype)
+    found = capture(model, None, [TEXTS[0]])
+    expected = by_hand(model, TEXTS[0], monkeypatch)
+    assert len(found) == len(model.layers)
+    for layer, rows in zip(found, expected, strict=True):
+        for got, want in zip((layer.keys, layer.values, layer.queries), rows, strict=True):
+            assert got is not None and got.dtype == dtype and mx.array_equal(got, want)
+
+
+def test_each_text_begins_at_position_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shared("llama")
+    found = capture(model, None, TEXTS)
+    for i, text in enumerate(TEXTS):
+        span = slice(40 * i, 40 * (i + 1))
+        for layer, (keys, values, queries) in zip(found, by_hand(model, text, monkeypatch), strict=True):
+            assert mx.array_equal(layer.keys[span], keys) and mx.array_equal(layer.values[span], values)
+            assert layer.queries is not None and mx.array_equal(layer.queries[span], queries)
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 30, 119, 120, 500])
+def test_tokens_are_spread_evenly_over_all_texts(most: int) -> None:
+    model = shared("llama")
+    whole, some = (numbers(capture(model, None, TEXTS, count)[1].keys) for count in (1000, most))
+    places = [np.flatnonzero((whole == row).all(axis=(1, 2)))[0] for row in some]
+    assert len(places) == min(most, 120)
+    assert places == sorted(set(places))
+    gaps = np.diff([-places[0] - 1, *places, 2 * 120 - 1 - places[-1]])
+    assert gaps.max() - gaps.min() <= max(2, 120 // len(places) // 8)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+def test_long_texts_are_read_in_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shared("llama")
+    whole = capture(model, None, TEXTS[:2], 50)
+    monkeypatch.setattr(recording, "CHUNK", chunk)
+    for one, two in zip(whole, capture(model, None, TEXTS[:2], 50), strict=True):
+        for field in ("keys", "values", "queries"):
+            np.testing.assert_allclose(numbers(getattr(one, field)), numbers(getattr(two, field)), atol=1e-4)
+
+
+def test_texts_as_strings() -> None:
+    model, text = shared("llama"), " ".join(f"t{token}" for token in TEXTS[0])
+    plain = Tokenizer(tokenizer_models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0"))
+    plain.pre_tokenizer = WhitespaceSplit()
+    want = capture(model, None, [TEXTS[0]])
+    for encoder in (tokenizer(), plain):
+        got = capture(model, encoder, [text, ""])
+        assert all(mx.array_equal(a.keys, b.keys) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "deepseek_v3"])
+def test_every_architecture(architecture: str) -> None:
+    """One entry for each layer that would be compressed; queries where the hook reaches them."""
+    model = shared(architecture)
+    caches = KVCacheBuilder.for_model(model, vq.rows())
+    found = capture(model, None, TEXTS, 30)
+    assert len(found) == sum(isinstance(cache, TransformKVCache) for cache in caches)
+    for layer in found:
+        assert layer.keys.shape[0] == layer.values.shape[0] == 30 and mx.isfinite(layer.keys).all()
+        assert layer.queries is None or layer.queries.shape[0] == 30
+    reached = architecture not in ("gemma2", "plamo", "stablelm", "deepseek_v2")
+    assert reached == all(layer.queries is not None for layer in found) or architecture == "deepseek_v2"
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = build("llama")
+    kind, before = type(model.layers[0].self_attn), forced(model, make_prompt_cache(model), [TEXTS[0]])
+    capture(model, None, TEXTS, 10)
+    with pytest.raises(ValueError, match="NaN"):
+        capture(model, None, [[3, float("nan")]])  # type: ignore[list-item]
+    assert type(model.layers[0].self_attn) is kind and type(make_prompt_cache(model)[0]) is KVCache
+    assert mx.array_equal(forced(model, make_prompt_cache(model), [TEXTS[0]]), before)
+
+
+@pytest.mark.parametrize("texts", [[], [[]], [""]])
+def test_no_text_is_refused(texts: list[Any]) -> None:
+    with pytest.raises(QuantizerConfigError, match="`texts`"):
+        capture(shared("llama"), tokenizer(), texts)
+
+
+@pytest.mark.parametrize("most", [0, -1, 2.5])
+def test_bad_counts_are_refused(most: Any) -> None:
+    with pytest.raises(QuantizerConfigError, match="`max_tokens`"):
+        capture(shared("llama"), None, TEXTS, most)
+
+
+def test_a_model_without_such_layers_is_refused() -> None:
+    with pytest.raises(QuantizerConfigError, match="plain KVCache"):
+        capture(shared("deepseek_v3"), None, TEXTS)
+
+
+# Calibration
+
+
+def same(one: Any, two: Any) -> bool:
+    pairs = zip(one.arrays().items(), two.arrays().items(), strict=True)
+    return all(a == b and x.dtype == y.dtype and mx.array_equal(x, y) for (a, x), (b, y) in pairs)
+
+
+@pytest.fixture
+def store(tmp_path: Any) -> FileArtifactStore:
+    return FileArtifactStore(tmp_path)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each time that a model is read."""
+    seen: list[int] = []
+
+    def counted(*args: Any) -> list[Captured]:
+        seen.append(1)
+        return capture(*args)
+
+    monkeypatch.setattr(calibration, "capture", counted)
+    return seen
+
+
+@pytest.mark.parametrize("method", CALIBRATORS)
+def test_one_artifact_a_layer(method: str) -> None:
+    model = shared("llama")
+    found = calibrate(model, None, TEXTS, method, max_tokens=100)
+    row = CALIBRATORS[method]
+    assert len(found) == 2 and all(isinstance(artifact, row.kind) for artifact in found)
+    for artifact, layer in zip(found, capture(model, None, TEXTS, 100), strict=True):
+        assert same(artifact, row.find(*(getattr(layer, field) for field in row.takes)))
+        assert same(row.kind.from_arrays(artifact.arrays()), artifact)
+
+
+def test_options_reach_the_method() -> None:
+    model = shared("llama")
+    found = calibrate(model, None, TEXTS, key_d_eff=3, val_d_eff=5, pooled=True)
+    assert {(a.key_d_eff, a.val_d_eff, a.key_axes.shape) for a in found} == {(3, 5, (1, 32, 32))}
+    layer = capture(model, None, TEXTS)[0]
+    assert same(found[0], spectral_calibrate(layer.keys, layer.values, key_d_eff=3, val_d_eff=5, pooled=True))
+
+
+def test_calibrated_axes_code_the_rows_of_the_model_better() -> None:
+    model = shared("llama")
+    for basis, layer in zip(calibrate(model, None, TEXTS[:2]), capture(model, None, TEXTS[2:]), strict=True):
+        rows = [x.swapaxes(0, 1)[None] for x in (layer.keys, layer.values)]
+        spec = vq.KVSpec(kv_heads=2, key_dim=32, value_dim=32, dtype=mx.float32, capacity=40)
+        errors = []
+        for method in (spectral(basis=basis, apply_qjl=False), spectral(val_d_eff=16, apply_qjl=False)):
+            _, *held = method.update(method.init_state(spec), *rows)
+            errors.append([mx.square(a - b).sum().item() for a, b in zip(held, rows)])
+        assert all(calibrated < free for calibrated, free in zip(*errors))
+
+
+def test_a_store_is_asked_first(store: FileArtifactStore, reads: list[int]) -> None:
+    model = shared("llama")
+    assert load_calibration(model, "spectral", store) is None
+    first = calibrate(model, None, TEXTS, store=store)
+    again = calibrate(model, None, [], store=store)  # whatever the texts
+    loaded = load_calibration(build("llama"), "spectral", store)
+    assert len(reads) == 1 and loaded is not None
+    assert all(same(a, b) and same(a, c) for a, b, c in zip(first, again, loaded, strict=True))
+    other = calibrate(model, None, TEXTS, store=store, pooled=True)
+    calibrate(model, None, TEXTS, store=store, model_name="org/tiny")
+    assert len(reads) == 3 and other[0].key_axes.shape[0] == 1
+    assert len(list(store.folder.iterdir())) == 3
+
+
+def test_tables_of_another_model_are_refused(store: FileArtifactStore, reads: list[int]) -> None:
+    calibrate(shared("llama"), None, TEXTS, store=store, model_name="mine")
+    before = {path: path.read_bytes() for path in store.folder.iterdir()}
+    others = [build("llama", seed=1), build("llama", num_hidden_layers=3), shared("qwen3"), shared("llama", mx.float16)]
+    for number, other in enumerate(others):
+        with pytest.raises(QuantizerConfigError, match=r"`model_name`.*'mine'"):
+            calibrate(other, None, TEXTS, store=store, model_name="mine")
+        calibrate(other, None, TEXTS, store=store, model_name=f"other {number}")
+    assert len(reads) == 5
+    assert all(path.read_bytes() == data for path, data in before.items())
+
+
+def test_damaged_tables_are_refused(store: FileArtifactStore) -> None:
+    model = shared("llama")
+    calibrate(model, None, TEXTS, store=store)
+    (path,) = store.folder.iterdir()
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(QuantizerConfigError, match=path.name):
+        calibrate(model, None, TEXTS, store=store)
+    path.write_bytes(data)
+    arrays, metadata = store.load("spectral", calibration.calibration_name("model", {}))
+    for wrong in ({"0.key_axes": arrays["0.key_axes"]}, {"x": arrays["0.key_axes"]}, {**arrays, "9.x": mx.zeros(1)}):
+        store.save("spectral", calibration.calibration_name("model", {}), wrong, metadata)
+        with pytest.raises(QuantizerConfigError):
+            load_calibration(model, "spectral", store)
+
+
+def test_a_fingerprint_follows_the_weights() -> None:
+    one, same_weights = build("llama"), build("llama")
+    assert fingerprint(one) == fingerprint(same_weights) != fingerprint(build("llama", seed=1))
+    same_weights.layers[1].self_attn.k_proj.weight[0, 0] += 1.0
+    assert fingerprint(one) != fingerprint(same_weights)
+    nn.quantize(one, group_size=32)
+    assert fingerprint(one) != fingerprint(build("llama"))
+
+
+@pytest.mark.parametrize(
+    "options, field",
+    [({"method": "kivi"}, "method"), ({"rules": 1}, "options"), ({"rule": "best"}, "rule"), ({"model_name": ""}, "")],
+)
+def test_bad_options_are_refused(options: dict[str, Any], field: str, store: FileArtifactStore) -> None:
+    with pytest.raises(QuantizerConfigError, match=f"`{field or 'model_name'}`"):
+        calibrate(shared("llama"), None, TEXTS, store=store, **options)
+    assert list(store.folder.iterdir()) == []
+
+
+def test_methods_that_need_queries_say_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = calibration.Calibrator(lambda queries: queries, SpectralBasis, ("queries",))
+    monkeypatch.setitem(CALIBRATORS, "asking", row)
+    assert len(calibrate(shared("llama"), None, TEXTS, "asking")) == 2
+    with pytest.raises(QuantizerConfigError, match="attention hook"):
+        calibrate(shared("gemma2"), None, TEXTS, "asking")
+
+
+# From a store into caches
+
+
+def quiet(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return build(*args, **kwargs)
+
+
+def test_a_configuration_takes_what_its_store_holds(store: FileArtifactStore) -> None:
+    model = shared("llama")
+    config = quiet(KVCacheConfig, method="spectral", store=store, spectral_model_name="tiny", spectral_val_d_eff=16)
+    with pytest.raises(QuantizerConfigError, match=r"`store`.*'tiny'"):
+        KVCacheBuilder.for_model(model, config)
+    bases = calibrate(model, None, TEXTS, store=store, model_name="tiny")
+    caches = KVCacheBuilder.for_model(model, config)
+    for number, (cache, basis) in enumerate(zip(caches, bases, strict=True)):
+        assert cache.transform == spectral(basis=basis, seed=42 + number)
+    logits = forced(model, caches, [TEXTS[0], [5]])
+    assert mx.isfinite(log_probabilities(logits)).all()
+    with pytest.raises(QuantizerConfigError, match="`model_name`"):
+        KVCacheBuilder.for_model(build("llama", seed=1), config)
+
+
+def test_caches_with_calibrated_axes_go_on_from_their_state() -> None:
+    model = shared("llama")
+    caches = [TransformKVCache(spectral(basis=basis)) for basis in calibrate(model, None, TEXTS)]
+    forced(model, caches, [TEXTS[0]])
+    back = [TransformKVCache.from_state(cache.state) for cache in caches]
+    assert [cache.transform for cache in back] == [cache.transform for cache in caches]
+    merged = TransformKVCache.merge([back[0], caches[0]])
+    assert merged.nbytes == 2 * back[0].nbytes
+    assert mx.array_equal(forced(model, back, [[7], [9, 11]]), forced(model, caches, [[7], [9, 11]]))

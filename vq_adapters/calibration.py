@@ -1,0 +1,125 @@
+"""Calibration on a real model: what a method needs for each layer, found from texts that the model reads."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from vq_adapters.artifacts import Arrays, ArtifactStore
+from vq_adapters.recording import Captured, capture
+from vq_functional.codebook.spectral_basis import SpectralBasis, spectral_calibrate
+from vq_functional.core.errors import QuantizerConfigError, check, check_choice
+
+__all__ = ["CALIBRATORS", "Calibrator", "Captured", "calibrate", "capture", "load_calibration"]
+
+PROBE = 16  # numbers of each weight that tell one model from another
+
+
+@attrs.frozen
+class Calibrator:
+    """How a method is calibrated.
+
+    `find(*rows, **options)` gives what one layer needs, of class `kind`, whose
+    `arrays` are what a store holds and whose `from_arrays` reads them.
+    """
+
+    find: Callable[..., Any]
+    kind: Any
+    takes: tuple[str, ...]  # fields of Captured
+
+
+CALIBRATORS: dict[str, Calibrator] = {
+    "spectral": Calibrator(spectral_calibrate, SpectralBasis, ("keys", "values")),
+}
+
+
+def calibrate(
+    model: nn.Module,
+    tokenizer: Any,
+    texts: Sequence[Any],
+    method: str = "spectral",
+    *,
+    store: ArtifactStore | None = None,
+    model_name: str = "model",
+    max_tokens: int = 4096,
+    **options: Any,
+) -> list[Any]:
+    """What a method needs for each compressed layer, found from texts that the model reads.
+
+    `options` are those of the method's own calibration, such as
+    `spectral_calibrate`; texts and `max_tokens` as for `capture`. With a
+    `store`, what it holds for this model name, method and options is taken as
+    it is, whatever the texts, and else put there. Raises QuantizerConfigError
+    for unknown methods and options, and where the store holds it for a model of
+    that name with other weights.
+    """
+    check_choice("calibrate", "method", method, tuple(CALIBRATORS))
+    row = CALIBRATORS[method]
+    for option in options:
+        known = tuple(inspect.signature(row.find).parameters)[len(row.takes) :]
+        check(option in known, "calibrate", "options", f"must be of {known}", option)
+    if store is not None:
+        found = load_calibration(model, method, store, model_name, **options)
+        if found is not None:
+            return found
+    artifacts = [_found(row, layer, options) for layer in capture(model, tokenizer, texts, max_tokens)]
+    if store is not None:
+        arrays = {f"{i}.{name}": x for i, artifact in enumerate(artifacts) for name, x in artifact.arrays().items()}
+        metadata = {"model": fingerprint(model), "layers": len(artifacts), "options": options}
+        store.save(method, calibration_name(model_name, options), arrays, metadata)
+    return artifacts
+
+
+def load_calibration(
+    model: nn.Module, method: str, store: ArtifactStore, model_name: str = "model", **options: Any
+) -> list[Any] | None:
+    """What `calibrate` put into a store, one artifact a layer; None where nothing is there."""
+    check_choice("load_calibration", "method", method, tuple(CALIBRATORS))
+    try:
+        arrays, metadata = store.load(method, calibration_name(model_name, options))
+    except FileNotFoundError:
+        return None
+    rule = "must name one model; the store holds tables of another under this name"
+    check(metadata.get("model") == fingerprint(model), method, "model_name", rule, model_name)
+    try:
+        layers: list[Arrays] = [{} for _ in range(metadata["layers"])]
+        for place, x in arrays.items():
+            layer, name = place.split(".", 1)
+            layers[int(layer)][name] = x
+        return [CALIBRATORS[method].kind.from_arrays(layer) for layer in layers]
+    except QuantizerConfigError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise QuantizerConfigError(f"load_calibration: `store` must hold whole tables; got {error!r}") from error
+
+
+def _found(row: Calibrator, layer: Captured, options: dict[str, Any]) -> Any:
+    taken = [getattr(layer, field) for field in row.takes]
+    check(all(x is not None for x in taken), "calibrate", "model", "must let the attention hook see its queries", None)
+    return row.find(*taken, **options)
+
+
+def calibration_name(model_name: str, options: dict[str, Any]) -> str:
+    """The name in a store: the model's, and a digest of the options."""
+    check(isinstance(model_name, str) and model_name != "", "calibrate", "model_name", "must be a name", model_name)
+    text = json.dumps(options, sort_keys=True)
+    return f"{model_name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def fingerprint(model: nn.Module) -> str:
+    """SHA-256 of the names, shapes and dtypes of all weights and of some numbers of each."""
+    found = hashlib.sha256()
+    weights: Any = sorted(tree_flatten(model.parameters()))
+    parts = [x.reshape(-1)[:: max(x.size // PROBE, 1)][:PROBE].astype(mx.float32) for _, x in weights]
+    mx.eval(parts)
+    for (name, x), part in zip(weights, parts, strict=True):
+        found.update(f"{name} {x.dtype} {x.shape} {part.tolist()}\n".encode())
+    return found.hexdigest()
