@@ -96,7 +96,7 @@ TABLE = (
     _row("polar", PolarOptions, polar, "2502.02617", f"{_CODES} vectors"),
     _row("spectral", SpectralOptions, spectral, "SpectralQuant", f"{_CODES} vectors"),
     _row("kivi_sink", KIVISinkOptions, kivi_sink, "2508.04257", f"{_CODES} sinks"),
-    _row("age_tiered", AgeTieredKVOptions, age_tiered, "none", _CODES),
+    _row("age_tiered", AgeTieredKVOptions, age_tiered, "No paper", _CODES),
     _row("kitty", KittyOptions, kitty, "2511.18643", _CODES),
     _row("adakv", AdaKVOptions, adakv, "2407.11550", _CODES),
 )

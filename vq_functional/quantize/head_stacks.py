@@ -147,7 +147,8 @@ class HeadStacks(Coder):
         if entropy is not None:
             entropy = entropy.reshape(units.shape[:4])[..., -window:]
             own = mx.where(entropy > 0, entropy, own)
-        return ranked(own.sum(axis=-1))
+        finite = mx.isfinite(units[..., -window:, :]).all(axis=-1)
+        return ranked(mx.where(finite, own, 0).sum(axis=-1) / mx.maximum(finite.sum(axis=-1), 1))
 
     def _stacks(self, heads: int) -> Iterator[tuple[int, int, int]]:
         """Width, first place and end of each stack."""
