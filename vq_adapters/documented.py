@@ -44,17 +44,8 @@ CONFIG_FIELDS: dict[str, Any] = {
 
 # Options of documented methods that the table of methods doesn't have, named as functional options.
 UNBUILT: dict[str, dict[str, Any]] = {
-    "vecinfer": {"key_sub_dim": 4, "value_sub_dim": 8, "key_codebook_bits": 12, "value_codebook_bits": 8},
     "svdq": {"rank": None, "energy_threshold": 0.95, "bit_schedule": (8, 4, 2, 1, 1, 0, 0, 0), "group_size": 32},
     "xquant": {"group_size": 2, "base_bits": 2, "residual_bits": 4, "group_quant_size": 32, "max_ctx": 8192},
-    "kvquant": {
-        "bits": 3,
-        "outlier_fraction": 0.01,
-        "group_size": 32,
-        "lloyd_iters": 8,
-        "refit_interval": 0,
-        "n_sink": 1,
-    },
     "palu": {
         "rank": None,
         "energy_threshold": 0.9,
@@ -82,7 +73,6 @@ UNBUILT: dict[str, dict[str, Any]] = {
         "group_size": 32,
         "quantize_values": True,
     },
-    "zipcache": {"hi_bits": 4, "lo_bits": 2, "hi_fraction": 0.2, "group_size": 32, "quantize_values": True},
     "xkv": {
         "group_size": 2,
         "rank": None,
@@ -90,25 +80,6 @@ UNBUILT: dict[str, dict[str, Any]] = {
         "latent_bits": 4,
         "group_quant_size": 32,
         "max_ctx": 8192,
-    },
-    "nsnquant": {
-        "bits": 2,
-        "residual_length": 64,
-        "codebook_size": 256,
-        "subvector_dim": 8,
-        "seed": 1234,
-        "max_ctx": 8192,
-    },
-    "skvq": {
-        "bits_key": 2,
-        "bits_value": 2,
-        "group_size": 32,
-        "window": 128,
-        "n_sink": 5,
-        "reorder": True,
-        "clip_search": True,
-        "clip_alpha": 1.0,
-        "max_ctx": None,
     },
     "kvtc": {"bit_budget": 512, "bit_choices": (0, 1, 2, 3, 4, 6, 8), "beta": 3.5},
     "amc": {
@@ -121,19 +92,6 @@ UNBUILT: dict[str, dict[str, Any]] = {
         "gamma": 0.1,
         "calib_variance": None,
         "group_size": 32,
-    },
-    "a2ats": {
-        "codebook_bits": 8,
-        "sub_dim": 8,
-        "window": 128,
-        "b": 2048,
-        "use_query_aware": True,
-        "beta": 0.5,
-        "retrieval_fraction": 0.2,
-        "rope_base": 10000.0,
-        "rope_scaling": None,
-        "query_h": None,
-        "codebook": None,
     },
     "anchorkv": {"theta": 0.05, "window": 32, "rho": 0.7, "anchor_frac": 0.0078125, "residual_bits": 2, "seed": 42},
 }

@@ -1,5 +1,6 @@
 """KV-cache compression as pure functions over immutable states."""
 
+from vq_functional.codebook.nsnquant import nsnquant, nsnquant_codec
 from vq_functional.codebook.polar import polar, polar_codec
 from vq_functional.codebook.qjl import qjl, qjl_codec
 from vq_functional.codebook.rotated import rotated
@@ -8,6 +9,7 @@ from vq_functional.codebook.spectral_basis import SpectralBasis, spectral_calibr
 from vq_functional.codebook.turboquant_mse import turboquant_mse, turboquant_mse_codec
 from vq_functional.codebook.turboquant_prod import turboquant_prod, turboquant_prod_codec
 from vq_functional.codebook.turboquant_rvq import turboquant_rvq, turboquant_rvq_codec
+from vq_functional.codebook.vecinfer import vecinfer, vecinfer_calibrate, vecinfer_codec
 from vq_functional.core.codec import Codec, PlainCodec
 from vq_functional.core.errors import QuantizerConfigError
 from vq_functional.core.jit import compile
@@ -33,6 +35,7 @@ from vq_functional.evict.snapkv import snapkv, snapkv_policy
 from vq_functional.evict.squeeze import squeeze, squeeze_policy
 from vq_functional.evict.streaming_llm import streaming_llm, streaming_llm_policy
 from vq_functional.evict.tova import tova, tova_policy
+from vq_functional.hybrid.a2ats import a2ats, a2ats_calibrate
 from vq_functional.hybrid.rocketkv import rocketkv, rocketkv_policy
 from vq_functional.methods import METHODS
 from vq_functional.quantize.adakv import adakv
@@ -43,6 +46,9 @@ from vq_functional.quantize.int8 import int8_codec
 from vq_functional.quantize.kitty import kitty
 from vq_functional.quantize.kivi import kivi
 from vq_functional.quantize.kivi_sink import kivi_sink
+from vq_functional.quantize.kvquant import kvquant, kvquant_calibrate
+from vq_functional.quantize.skvq import skvq, skvq_calibrate
+from vq_functional.quantize.zipcache import zipcache
 
 __all__ = [
     "METHODS",
@@ -54,6 +60,8 @@ __all__ = [
     "SpectralBasis",
     "Store",
     "Transform",
+    "a2ats",
+    "a2ats_calibrate",
     "adakv",
     "affine_codec",
     "age_tiered",
@@ -76,6 +84,8 @@ __all__ = [
     "kivi_sink",
     "knorm",
     "knorm_policy",
+    "kvquant",
+    "kvquant_calibrate",
     "kvzip",
     "kvzip_policy",
     "morphkv",
@@ -83,6 +93,8 @@ __all__ = [
     "nbytes",
     "nestedkv",
     "nestedkv_policy",
+    "nsnquant",
+    "nsnquant_codec",
     "polar",
     "polar_codec",
     "pyramidkv",
@@ -95,6 +107,8 @@ __all__ = [
     "rocketkv_policy",
     "rotated",
     "rows",
+    "skvq",
+    "skvq_calibrate",
     "sliding_window",
     "snapkv",
     "snapkv_policy",
@@ -113,4 +127,8 @@ __all__ = [
     "turboquant_prod_codec",
     "turboquant_rvq",
     "turboquant_rvq_codec",
+    "vecinfer",
+    "vecinfer_calibrate",
+    "vecinfer_codec",
+    "zipcache",
 ]

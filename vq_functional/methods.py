@@ -4,12 +4,14 @@ from collections.abc import Callable
 
 import attrs
 
+from vq_functional.codebook.nsnquant import NSNQuantOptions, nsnquant
 from vq_functional.codebook.polar import PolarOptions, polar
 from vq_functional.codebook.qjl import QJLOptions, qjl
 from vq_functional.codebook.spectral import SpectralOptions, spectral
 from vq_functional.codebook.turboquant_mse import TurboQuantMSEOptions, turboquant_mse
 from vq_functional.codebook.turboquant_prod import TurboQuantProdOptions, turboquant_prod
 from vq_functional.codebook.turboquant_rvq import TurboQuantRVQOptions, turboquant_rvq
+from vq_functional.codebook.vecinfer import VecInferOptions, vecinfer
 from vq_functional.core.errors import QuantizerConfigError
 from vq_functional.core.transform import Transform
 from vq_functional.evict.cam import CaMOptions, cam
@@ -27,12 +29,16 @@ from vq_functional.evict.snapkv import SnapKVOptions, snapkv
 from vq_functional.evict.squeeze import SqueezeAttentionOptions, squeeze
 from vq_functional.evict.streaming_llm import StreamingLLMOptions, streaming_llm
 from vq_functional.evict.tova import TOVAOptions, tova
+from vq_functional.hybrid.a2ats import A2ATSOptions, a2ats
 from vq_functional.hybrid.rocketkv import RocketKVOptions, rocketkv
 from vq_functional.quantize.adakv import AdaKVOptions, adakv
 from vq_functional.quantize.age_tiered import AgeTieredKVOptions, age_tiered
 from vq_functional.quantize.kitty import KittyOptions, kitty
 from vq_functional.quantize.kivi import KIVIOptions, kivi
 from vq_functional.quantize.kivi_sink import KIVISinkOptions, kivi_sink
+from vq_functional.quantize.kvquant import KVQuantOptions, kvquant
+from vq_functional.quantize.skvq import SKVQOptions, skvq
+from vq_functional.quantize.zipcache import ZipCacheOptions, zipcache
 
 
 @attrs.frozen
@@ -55,6 +61,8 @@ class Method:
     noise           draws random numbers for each head
     norms           looks at norms beside attention
     folds           evicted rows go on in the values of others
+    classes         how a row is held depends on how it compares with its neighbours
+    chunk_means     rows are held beside the mean of their chunk; the newest chunk is exact while it is open
     sinks           some rows are exact, by how they compare with others
     """
 
@@ -99,6 +107,12 @@ TABLE = (
     _row("age_tiered", AgeTieredKVOptions, age_tiered, "No paper", _CODES),
     _row("kitty", KittyOptions, kitty, "2511.18643", _CODES),
     _row("adakv", AdaKVOptions, adakv, "2407.11550", _CODES),
+    _row("skvq", SKVQOptions, skvq, "2405.06219", _CODES),
+    _row("kvquant", KVQuantOptions, kvquant, "2401.18079", _CODES),
+    _row("vecinfer", VecInferOptions, vecinfer, "2510.06175", _CODES),
+    _row("a2ats", A2ATSOptions, a2ats, "2502.12665", f"{_CODES} pages"),
+    _row("zipcache", ZipCacheOptions, zipcache, "2405.14256", f"{_CODES} classes"),
+    _row("nsnquant", NSNQuantOptions, nsnquant, "2505.18231", f"{_CODES} chunk_means"),
 )
 
 METHODS = {method.name: method for method in TABLE}

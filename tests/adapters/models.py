@@ -124,6 +124,12 @@ SMALL: dict[str, dict[str, Any]] = {
     "age_tiered": {"recent_boundary": 8, "mid_boundary": 24, "group_size": 8},
     "kitty": {"n_sink": 4, "residual_length": 8},
     "adakv": {"residual_length": 8},
+    "skvq": {"window": 8, "n_sink": 2},
+    "kvquant": {"bits": 4, "n_fit": 32, "residual_length": 8},
+    "vecinfer": {"value_sub_dim": 4},
+    "a2ats": {"window": 6, "n_sink": 2, "retrieval_fraction": 0.3},
+    "zipcache": {"window": 32},
+    "nsnquant": {"residual_length": 8},
 }
 WIDE: dict[str, dict[str, Any]] = {
     "streaming_llm": {"window_size": 512},
@@ -153,6 +159,11 @@ WIDE: dict[str, dict[str, Any]] = {
     "age_tiered": {"recent_boundary": 512},
     "kitty": {"residual_length": 512},
     "adakv": {"residual_length": 512},
+    "skvq": {"window": 512},
+    "kvquant": {"residual_length": 512},
+    "vecinfer": {"key_sub_dim": 2, "key_codebook_bits": 14, "value_sub_dim": 2, "value_codebook_bits": 14},
+    "zipcache": {"window": 512},
+    "nsnquant": {"residual_length": 512},
 }
 COMPOSED = "h2o over turboquant_mse"
 WINDOWED = "sliding_window over int8"

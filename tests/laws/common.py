@@ -25,6 +25,12 @@ SMALL = {
     "chunk_size": 4,
     "val_d_eff": 16,
 }
+OWN: dict[str, dict[str, Any]] = {
+    "skvq": {"window": 32},
+    "kvquant": {"n_fit": 32},
+    "zipcache": {"window": 64},
+    "a2ats": {"window": 6, "n_sink": 4, "retrieval_fraction": 0.3},
+}
 BATCH, HEADS, DIM = 2, 2, 64
 SPEC = vq.KVSpec(batch=BATCH, kv_heads=HEADS, key_dim=DIM, value_dim=DIM, capacity=192)
 
@@ -40,7 +46,8 @@ class Subject:
 
 def small_options(method: Method) -> dict[str, Any]:
     """The options of a method that make it work after few tokens."""
-    return {field.name: SMALL[field.name] for field in attrs.fields(method.options) if field.name in SMALL}
+    fields = {field.name for field in attrs.fields(method.options)}
+    return {name: value for name, value in SMALL.items() if name in fields} | OWN.get(method.name, {})
 
 
 def stores() -> dict[str, vq.Store]:

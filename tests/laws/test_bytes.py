@@ -139,6 +139,26 @@ def adakv_bytes(capacity: int, heads: int) -> int:
     return heads * (keys + capacity * 2 * DIM + 2 * 32 * 2 * DIM * 2) + 8
 
 
+def fitted_bytes(row: int, first: int, sinks: int, tables: int) -> Callable[[int, int], int]:
+    """Codes of `row` bytes, `first` exact rows, sinks, what was fitted to the first rows, and two counters."""
+    exact = (first + sinks) * 2 * DIM * 2
+    return lambda capacity, heads: heads * (capacity * row + exact + tables) + sinks * 8 + 4 + 8
+
+
+def zipcache_bytes(capacity: int, heads: int, window: int = 64) -> int:
+    """Half of the rows at 4 bits, half at 2, and where they are; value channels' sizes; what exact rows remember."""
+    half = capacity // 2
+    keys = sum(DIM * (words(half, bits) + 4 * half // 32) for bits in (4, 2)) + capacity
+    values = sum(half * (words(DIM, bits) + 4) for bits in (4, 2)) + capacity
+    return heads * (keys + values + window * (4 * DIM + 8) + 2 * DIM) + 8
+
+
+def nsnquant_bytes(capacity: int, heads: int, chunk: int = 32) -> int:
+    """Indices, signs and two norms a row, a mean a chunk; the open chunk; two counters."""
+    side = capacity * (2 * DIM // 8 + 4) + capacity // chunk * 2 * DIM
+    return heads * (2 * side + chunk * 4 * DIM) + 8
+
+
 EIGHT_BITS = words(DIM, 8) + 2
 FORMULAS = {
     "spectral": row_bytes(words(DIM, 2) + 4 + 3, words(DIM, 2) + 4),
@@ -154,6 +174,12 @@ FORMULAS = {
     "age_tiered": tiered_bytes,
     "kitty": kitty_bytes,
     "adakv": adakv_bytes,
+    "skvq": fitted_bytes(2 * (words(DIM, 2) + 8), 64, 5, 4 * DIM),
+    "kvquant": fitted_bytes(2 * words(DIM, 3) + 10, 64, 1, 8 * DIM),
+    "vecinfer": row_bytes(words(16, 12) + 2, words(8, 8) + 2),
+    "a2ats": row_bytes(EIGHT_BITS + 8 + 2, EIGHT_BITS),
+    "zipcache": zipcache_bytes,
+    "nsnquant": nsnquant_bytes,
 }
 
 

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 TRAITS = {
     *("evicts", "uses_queries", "packs", "chunk_invariant", "attends_codes", "vectors", "window", "new_rows_go"),
     *("one_choice", "sums_heads", "chunks", "share", "pages", "noise", "folds", "norms", "sinks"),
+    *("classes", "chunk_means"),
 }
 NAMES = """
     a2ats adakv age_tiered amc anchorkv cachegen cam chunkkv curdkv gear h2o keyformer kitty kivi kivi_sink

@@ -15,7 +15,7 @@ import mlx.core as mx
 from vq_functional.codebook.qjl import QJLCodec, check_sketch
 from vq_functional.codebook.turboquant_mse import RotatedCoder, TurboQuantMSECodec
 from vq_functional.core.codec import Codec, Coder, Rows
-from vq_functional.core.errors import check_int
+from vq_functional.core.errors import check, check_int
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.ops.vectors import to_dtype
@@ -61,6 +61,7 @@ class TurboQuantProdCodec(Codec):
         sketch = QJLCodec(self.jl_dim, self.seed + SKETCH_SEED, self.sketch)
         if self.bits == 1:
             return sketch.bind(dim, dtype)
+        check(dim >= 3, self.name, "head_dim", "must be at least 3", dim)
         codes = TurboQuantMSECodec(self.bits - 1, self.seed, False, self.rounds).bind(dim, dtype)
         return TurboQuantProdCoder(dim, dtype, codes, sketch.bind(dim, mx.float32))
 

@@ -88,9 +88,8 @@ class A2ATS(Transform):
         key_coder, _ = self.store.coders(held.layout)
         newest = key_coder.decode(tuple(read_rows(x, held.offset - 1, 1) for x in held.rows.keys))
         index, _ = self._chosen(held, newest, self._seen(held, None))
-        keys, values = self._picked(
-            held, index if fill is None else index[..., : self.options.reach.count(fill.tokens)]
-        )
+        count = None if fill is None else self.options.reach.count(fill.tokens)
+        keys, values = self._picked(held, index[..., :count])
         return decode(keys), decode(values)
 
     def attend(
@@ -162,9 +161,10 @@ class A2ATS(Transform):
         """Codes of new `keys` at `positions` int [B, S]; without a codebook none of rows that all tokens attend to."""
         finite = mx.where(mx.isfinite(keys), keys, 0).astype(mx.float32)
         bare = self.options.rope(keys.shape[3]).undo(finite, positions)
+        codes = self.options.codes(held.layout.key_dim)
         if self.options.codebook is not None:
-            return self.options.codes(held.layout.key_dim).encode(bare)
-        coded = self.options.codes(held.layout.key_dim).encode(bare - self._centre(held))
+            return codes.encode(bare)
+        coded = codes.encode(bare - self._centre(held))
         real = (positions >= self.options.n_sink)[:, None, :]
         return tuple(mx.where(real if x.ndim == 3 else real[..., None], x, 0).astype(x.dtype) for x in coded)
 
@@ -187,10 +187,8 @@ class A2ATS(Transform):
         batch, heads, columns = held.rows.keys[0].shape[:3]
         last = held.offset[:, None] - 1
         turned = self.far_queries(queries.astype(mx.float32), last)
-        score = self.options.codes(held.layout.key_dim).scores(
-            turned.reshape(batch, heads, -1, turned.shape[3]), held.codes
-        )
-        score = score.max(axis=2)  # of the queries that share a head
+        grouped = turned.reshape(batch, heads, -1, turned.shape[3])
+        score = self.options.codes(held.layout.key_dim).scores(grouped, held.codes).max(axis=2)
         always, useful = self.options.reach.always(mx.arange(columns), last)[:, None], seen.any(axis=2)
         priority = mx.where(always, mx.inf, mx.where(mx.isfinite(score), score, LOWEST))
         keep = self.options.reach.count(held.offset)

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
+from vq_functional.core.describe import Described
 from vq_functional.core.errors import check, check_choice, check_int
 
 
@@ -18,7 +19,7 @@ def _to_floats(freqs: Iterable[float] | mx.array | None) -> tuple[float, ...] | 
 
 
 @attrs.frozen
-class Rope:
+class Rope(Described):
     """Rotation of the first `dims` numbers of a row by position * scale / freqs.
 
     `freqs` holds dims / 2 inverse frequencies, of which None means

@@ -142,7 +142,7 @@ class AgeTiered(Store, Transform):
         came = _each(lambda side, x: side.coder.encode(x[:, :, :count]), recent_sides, wide)
         recent, came = self._pass_on(recent_sides, held.recent, came, before[:, :2], after[:, :2], self.widths[1])
         mid, came = self._pass_on(mid_sides, held.mid, came, before[:, 1:], after[:, 1:], self.widths[2])
-        old = _each(lambda side, rows, new: side.place(rows, new, before[:, 2], after[:, 2]), old_sides, held.old, came)
+        old = _each(lambda side, rows, new: side.write(rows, new, before[:, 2], after[:, 2]), old_sides, held.old, came)
         exact = map_leaves(lambda x: read_rows(x, after[:, 0] - before[:, 0], self.block), wide)
         return TieredState(recent, mid, old, exact, after, held.offset, held.layout)
 
@@ -228,7 +228,7 @@ class AgeTiered(Store, Transform):
 
         def take_in(side: Units, rows: Rows, new: Rows) -> Rows:
             room = side.count(rows)
-            return side.write(side.grown(rows, room + count), new, held)
+            return side.write(side.grown(rows, room + count), new, held, held + count)
 
         wide = _each(take_in, sides, tier, came)
         left = after[:, 1] - before[:, 1]

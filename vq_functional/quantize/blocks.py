@@ -13,14 +13,14 @@ import attrs
 import mlx.core as mx
 
 from vq_functional.core.codec import Codec, Part, PlainCodec, Rows, bind
-from vq_functional.core.errors import check, check_int
+from vq_functional.core.errors import check, check_choice, check_int
 from vq_functional.core.spec import KVSpec, Layout
 from vq_functional.core.store import Store, check_sides, start_offset
 from vq_functional.core.transform import Fill, Transform
 from vq_functional.core.tree import map_leaves, static_field
 from vq_functional.ops.attention import Parts
 from vq_functional.ops.rows import drop_left_padding, extend_rows, read_rows, write_rows
-from vq_functional.quantize.sinks import Patched, SinkRule, Sinks, without_sinks
+from vq_functional.quantize.sinks import SIGNALS, Patched, SinkRule, Sinks, without_sinks
 from vq_functional.quantize.units import Units, units
 
 
@@ -76,8 +76,8 @@ class Blocks(Store, Transform):
 
     @property
     def least(self) -> int:
-        """Rows of the first packing: whole blocks, and enough to fit tables to."""
-        return max(self.block, self._columns(max(self.key.warmup, self.value.warmup)))
+        """Rows of the first packing: whole blocks, and with the exact rows behind them enough to fit tables to."""
+        return max(self.block, self._columns(max(self.key.warmup, self.value.warmup) - self.residual))
 
     @property
     def recent_rows(self) -> int:
@@ -95,7 +95,7 @@ class Blocks(Store, Transform):
         return held.recent.memory
 
     def fit(self, layout: Layout, first: Recent) -> tuple[Rows, Rows]:
-        """Tables of the key and the value coder, fitted to the `least` rows that are packed first."""
+        """Tables of the key and the value coder, fitted to the first `recent_rows` rows."""
         key, value = self.sides(layout)
         return key.coder.tables(first.keys), value.coder.tables(first.values)
 
@@ -159,7 +159,7 @@ class Blocks(Store, Transform):
         coded = mx.maximum(held.coded, self._frontier(held.offset))
         held = self.observe(held, queries, lengths, proxy)
         wide = map_leaves(lambda x: extend_rows(x, self.recent_rows + count), held.recent)
-        packed = self._packed(held, map_leaves(lambda x: x[:, :, :count], wide), coded)
+        packed = self._packed(held, wide, count, coded)
         recent = map_leaves(lambda x: read_rows(x, coded - held.coded, self.recent_rows), wide)
         return attrs.evolve(packed, recent=recent, coded=coded)
 
@@ -237,24 +237,26 @@ class Blocks(Store, Transform):
         coded = mx.maximum(state.coded, self._frontier(state.offset + n))
         return (coded > state.coded) & (state.coded + self._packed_at_once(n) > self.capacity(state))
 
-    def _packed(self, held: BlockState, recent: Recent, coded: mx.array) -> BlockState:
-        """The state with `recent`, whole blocks, packed behind the frontier; `coded` int [B] tells how many count."""
+    def _packed(self, held: BlockState, exact: Recent, count: int, coded: mx.array) -> BlockState:
+        """The state with the first `count` rows of `exact` packed; `coded` int [B] tells how many of them count."""
         key, value = self.sides(held.layout)
-        sinks = held.sinks
+        recent, sinks = map_leaves(lambda x: x[:, :, :count], exact), held.sinks
         if self.sinks is not None and sinks is not None:
             sinks = self.sinks.valid(sinks, held.coded)
             sinks, chosen = self.sinks.choose(sinks, recent.keys, recent.values, held.coded, coded, self.block)
+            chosen = chosen & self.sinks.apart(sinks, recent.keys)
             drawn = [
                 without_sinks(x, chosen, codec.shared)
                 for x, codec in ((recent.keys, self.key), (recent.values, self.value))
             ]
             recent = attrs.evolve(recent, keys=drawn[0], values=drawn[1])
         begins, known = (held.coded == 0) & (coded > 0), (held.keys.tables, held.values.tables)
-        fitted = self.fit(held.layout, map_leaves(lambda x: x[:, :, : self.least], recent))
+        first = map_leaves(lambda x, rest: mx.concatenate([x, rest[:, :, count:]], axis=2), recent, exact)
+        fitted = self.fit(held.layout, map_leaves(lambda x: x[:, :, : self.recent_rows], first))
         tables = map_leaves(lambda new, old: mx.where(_along_batch(begins, new), new, old), fitted, known)
         new_keys, new_values = self.encode(held.layout, recent, tables)
-        keys = Coded(key.write(held.keys.rows, new_keys, held.coded), tables[0])
-        values = Coded(value.write(held.values.rows, new_values, held.coded), tables[1])
+        keys = Coded(key.write(held.keys.rows, new_keys, held.coded, coded), tables[0])
+        values = Coded(value.write(held.values.rows, new_values, held.coded, coded), tables[1])
         return attrs.evolve(held, keys=keys, values=values, sinks=sinks)
 
     def _coded_parts(self, held: BlockState, start: mx.array | None, columns: int | None = None) -> list[Part]:
@@ -314,5 +316,7 @@ def blocks(
 
     None is a side as it comes; `sink_signal` as in SinkRule.
     """
+    check_int(name, "n_sink", n_sink, 0)
+    check_choice(name, "sink_signal", sink_signal, SIGNALS)
     sinks = SinkRule(n_sink, sink_signal) if n_sink else None
     return Blocks(name, key or PlainCodec(), value or PlainCodec(), residual, sinks)

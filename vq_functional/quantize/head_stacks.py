@@ -99,7 +99,11 @@ class HeadStacks(Coder):
 
     def tables_by(self, x: mx.array, entropy: mx.array | None) -> Rows:
         """`tables`, by the rows' `entropy` as in `pack`."""
-        return () if self.codec.interval else (self._places(self._units(x), entropy)[..., 0].astype(mx.int32),)
+        if self.codec.interval:
+            return ()
+        first = slice(self.codec.unit)
+        entropy = None if entropy is None else entropy[..., first]
+        return (self._places(self._units(x[:, :, first]), entropy)[..., 0].astype(mx.int32),)
 
     def pack(self, x: mx.array, tables: Rows, entropy: mx.array | None) -> Rows:
         """`encode_by`; `entropy` [B, H, S] of the rows' attention is 0 where keys stand in for queries."""

@@ -15,6 +15,7 @@ from vq_functional.ops.rows import pick
 from vq_functional.ops.vectors import TINY, norm
 
 SIGNALS = ("first", "unusual_keys", "large_keys", "small_keys")
+COMMON = 2  # times the typical size of a key, or a part of it: no more is nothing unusual
 LOT = 1024  # rows that are compared with each other at once
 
 
@@ -72,7 +73,7 @@ class SinkRule(Described):
             return self._choose_first(sinks, keys, values, start, end), (position < self.count) & (
                 position < end[:, None]
             )
-        size = norm(keys.astype(mx.float32))[..., 0].mean(axis=1)
+        size = _size(keys)
         first_median = mx.sort(size[:, :block], axis=-1)[:, block // 2]
         typical = mx.where(start == 0, first_median, sinks.typical)
         signal = self._signal(size, typical[:, None])
@@ -85,6 +86,16 @@ class SinkRule(Described):
             sinks, chosen = self._choose(sinks, came, block)
             was_sink.append(chosen)
         return sinks, mx.concatenate(was_sink, axis=1)
+
+    def apart(self, sinks: Sinks, keys: mx.array) -> mx.array:
+        """Which rows, bool [B, R] of `keys` [B, H, R, D], stay out of their group's numbers if they are sinks.
+
+        Not keys of a common size, whose codes count once they are displaced.
+        """
+        if self.signal == "first":
+            return mx.ones((keys.shape[0], keys.shape[2]), mx.bool_)
+        times = _size(keys) / mx.maximum(sinks.typical, TINY)[:, None]
+        return (times > COMMON) | (times < 1 / COMMON)
 
     def _choose(self, sinks: Sinks, came: Sinks, block: int) -> tuple[Sinks, mx.array]:
         signal = mx.concatenate([sinks.signal, came.signal], axis=1)
@@ -119,6 +130,11 @@ class SinkRule(Described):
         if self.signal == "unusual_keys":
             return mx.abs(mx.log(mx.maximum(size, TINY) / mx.maximum(typical, TINY)))
         return size if self.signal == "large_keys" else -size
+
+
+def _size(keys: mx.array) -> mx.array:
+    """Mean norm float32 [B, R] over the heads of `keys` [B, H, R, D]."""
+    return norm(keys.astype(mx.float32))[..., 0].mean(axis=1)
 
 
 def without_sinks(x: mx.array, sink: mx.array, shared: int) -> mx.array:

@@ -28,29 +28,25 @@ class Units:
         tables = self.coder.tables(mx.zeros((1, heads, self.size, self.coder.dim), self.coder.dtype))
         return tuple(mx.zeros((batch, *table.shape[1:]), table.dtype) for table in tables)
 
-    def write(self, held: Rows, new: Rows, start: mx.array) -> Rows:
-        """`held` with `new` at row `start` int [B]."""
-        at = start // self.size
-        return self._each(held, lambda i, x, axis, extent: write_rows(x, new[i], at * extent, axis))
+    def write(self, held: Rows, new: Rows, start: mx.array, end: mx.array) -> Rows:
+        """`held` with `new`, whose first row is row `start` int [B], up to row `end` int [B] and nothing changed behind.
 
-    def place(self, held: Rows, new: Rows, start: mx.array, end: mx.array) -> Rows:
-        """`held` with the first rows of `new` as its rows from `start` to `end`, int [B]; `new` may be longer."""
+        `new` may reach past what `held` has room for, and be longer than it; rows up to `end` must fit.
+        """
+        at, count = start // self.size, (end - start) // self.size
 
         def put(i: int, x: mx.array, axis: int, extent: int) -> mx.array:
-            shape = [1] * x.ndim
-            shape[axis] = x.shape[axis]
-            place, (low, high) = mx.arange(x.shape[axis]).reshape(shape), (self._along(at, x) for at in (start, end))
-            place, low, high = place // extent, low // self.size, high // self.size
-            index = mx.clip(place - low, 0, new[i].shape[axis] // extent - 1) * extent
-            index = index + (mx.arange(x.shape[axis]) % extent).reshape(shape)
-            fresh = mx.take_along_axis(new[i], mx.broadcast_to(index, (*x.shape[:1], *index.shape[1:])), axis=axis)
-            return mx.where((place >= low) & (place < high), fresh, x)
+            came, room = new[i].shape[axis] // extent, x.shape[axis] // extent
+            width = min(came, room)
+            first = mx.clip(at, 0, room - width)
+            place = (first - at)[:, None] + mx.arange(width)
+            index = (mx.clip(place, 0, came - 1) * extent)[..., None] + mx.arange(extent)
+            fresh = mx.take_along_axis(new[i], _along(index.flatten(1), axis, x), axis=axis)
+            real = mx.repeat((place >= 0) & (place < count[:, None]), extent, axis=1)
+            old = read_rows(x, first * extent, width * extent, axis)
+            return write_rows(x, mx.where(_along(real, axis, x), fresh, old), first * extent, axis)
 
         return self._each(held, put)
-
-    @staticmethod
-    def _along(at: mx.array, x: mx.array) -> mx.array:
-        return at.reshape(-1, *(1,) * (x.ndim - 1))
 
     def read(self, held: Rows, start: mx.array, count: int) -> Rows:
         """`count` rows from `start` int [B]."""
@@ -79,6 +75,14 @@ class Units:
     def _each(self, held: Rows, change: Callable[[int, mx.array, int, int], mx.array]) -> Rows:
         changed = [change(i, x, *span) for i, (x, span) in enumerate(zip(held, self.spans, strict=True))]
         return rebuild(flatten(held)[1], changed)
+
+
+def _along(x: mx.array, axis: int, like: mx.array) -> mx.array:
+    """`x` [B, N] shaped to run along `axis` of `like` [B, ...]."""
+    shape = [1] * like.ndim
+    shape[0], shape[axis] = x.shape
+    wide = [1 if at in (0, axis) else like.shape[at] for at in range(like.ndim)]
+    return mx.broadcast_to(x.reshape(shape), [max(pair) for pair in zip(shape, wide, strict=True)])
 
 
 @functools.lru_cache(maxsize=512)
