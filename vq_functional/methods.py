@@ -111,7 +111,7 @@ TABLE = (
     _row("kvquant", KVQuantOptions, kvquant, "2401.18079", _CODES),
     _row("vecinfer", VecInferOptions, vecinfer, "2510.06175", _CODES),
     _row("a2ats", A2ATSOptions, a2ats, "2502.12665", f"{_CODES} pages"),
-    _row("zipcache", ZipCacheOptions, zipcache, "2405.14256", f"{_CODES} classes"),
+    _row("zipcache", ZipCacheOptions, zipcache, "2405.14256", f"{_CODES} uses_queries classes"),
     _row("nsnquant", NSNQuantOptions, nsnquant, "2505.18231", f"{_CODES} chunk_means"),
 )
 

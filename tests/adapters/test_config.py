@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 import mlx.core as mx
+import numpy as np
 import pytest
 
 import vq_adapters
@@ -20,6 +21,7 @@ from vq_adapters.config import CALIBRATED, NO_EFFECT, SPEED_FIELDS, Layer
 from vq_adapters.documented import CONFIG_FIELDS, METHOD_NAMES, UNBUILT, fields_of, options_of
 from vq_adapters.names import ORDER, SHARED, field_of
 from vq_adapters.options import OPTIONS, options_fields
+from vq_functional.core.table import Table
 from vq_functional.methods import METHODS, TABLE
 
 DOCUMENTED = json.loads(Path(__file__).with_name("documented_parameters.json").read_text())
@@ -47,6 +49,63 @@ OTHER: dict[str, dict[str, Any]] = {
         "adakv_update_interval": 0,
         "adakv_importance": "attention_entropy",
         "adakv_obs_window": 16,
+    },
+    "skvq": {
+        "skvq_bits_key": 4,
+        "skvq_bits_value": 3,
+        "skvq_group_size": 64,
+        "skvq_window": 64,
+        "skvq_n_sink": 3,
+        "skvq_reorder": False,
+        "skvq_clip_search": False,
+        "skvq_clip_alpha": 0.9,
+        "skvq_max_ctx": 4096,
+    },
+    "kvquant": {
+        "kvquant_bits": 4,
+        "kvquant_outlier_fraction": 0.05,
+        "kvquant_group_size": 64,
+        "kvquant_lloyd_iters": 4,
+        "kvquant_refit_interval": 64,
+        "kvquant_n_sink": 2,
+    },
+    "zipcache": {
+        "zipcache_hi_bits": 8,
+        "zipcache_lo_bits": 4,
+        "zipcache_hi_fraction": 0.5,
+        "zipcache_group_size": 64,
+        "zipcache_quantize_values": False,
+    },
+    "nsnquant": {
+        "nsn_bits": 1,
+        "nsn_residual_length": 32,
+        "nsn_codebook_size": 64,
+        "nsn_subvector_dim": 4,
+        "nsn_seed": 5,
+        "nsn_max_ctx": 4096,
+    },
+    "vecinfer": {
+        "key_sub_dim": 8,
+        "value_sub_dim": 4,
+        "key_codebook_bits": 8,
+        "value_codebook_bits": 6,
+        "seed": 5,
+        "smooth_factors": Table.of(np.ones(64)),
+        "key_codebook": Table.of(np.ones((256, 8))),
+        "value_codebook": Table.of(np.ones((64, 4))),
+    },
+    "a2ats": {
+        "a2ats_codebook_bits": 4,
+        "a2ats_sub_dim": 4,
+        "a2ats_window": 64,
+        "a2ats_b": 1024,
+        "a2ats_use_query_aware": False,
+        "a2ats_beta": 0.25,
+        "a2ats_retrieval_fraction": 0.5,
+        "a2ats_rope_base": 1e6,
+        "a2ats_rope_scaling": {"type": "default"},
+        "a2ats_query_h": Table.of(np.eye(4)),
+        "a2ats_codebook": Table.of(np.ones((16, 4))),
     },
     "age_tiered": {
         "age_recent_boundary": 64,
@@ -171,6 +230,7 @@ def quiet(**values: Any) -> KVCacheConfig:
     """A configuration that must not warn."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "(vecinfer|a2ats|spectral): .*stand")  # tables that nobody calibrated
         return KVCacheConfig(**values)
 
 

@@ -42,6 +42,10 @@ CODE_ERROR = {
     "turboquant_rvq": 0.08,
     "qjl": 0.4,
     "spectral": 0.05,
+    "turboquant_prod": 0.05,
+    "polar": 0.05,
+    "vecinfer": 0.1,
+    "a2ats": 0.04,
     COMPOSED: 0.15,
     WINDOWED: 0.03,
 }

@@ -36,9 +36,10 @@ from vq_functional.core.transform import Transform
 from vq_functional.methods import TABLE
 
 WAYS = ("instance", "module")
-# The same, but that pages are so long that attention leaves none out.
+# The same, but that attention leaves no row out: pages are long, and all rows are found.
+ALL_ROWS: dict[str, dict[str, Any]] = {"rocketkv": {"page_size": 3}, "a2ats": {"retrieval_fraction": 1.0}}
 PAGED = [row for row in TABLE if "pages" in row.traits]
-WHOLE = {**TRANSFORMS, **{row.name: row.build(**SMALL[row.name], page_size=3) for row in PAGED}}
+WHOLE = {**TRANSFORMS, **{row.name: row.build(**{**SMALL[row.name], **ALL_ROWS[row.name]}) for row in PAGED}}
 WITHOUT_QUERIES = [name for name in TRANSFORMS if name not in BY_QUERIES]
 # Models that hand the returned keys and values to mlx_lm's attention as they are.
 ATTENDING = [name for name in ARCHITECTURES if name not in ("gemma2", "plamo", "stablelm", "deepseek_v3")]

@@ -60,7 +60,7 @@ def test_who_has_no_rule_for_queries_ignores_them(subject: Subject) -> None:
     assert_same(asked.state, silent.state, "a state that was asked")
 
 
-@over("uses_queries", without=["share", "one_choice"])
+@over("evicts", "uses_queries", without=["share", "one_choice"])
 def test_who_has_a_rule_for_queries_follows_them(subject: Subject) -> None:
     """Of the rows that all queries of a head look at more stay in that head than where nobody looks."""
     transform = subject.transform

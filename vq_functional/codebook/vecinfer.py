@@ -68,7 +68,7 @@ class VecInferOptions:
             check(known, "vecinfer", f"{side}_codebook_bits", rule, bits)
         if self.smooth_factors is not None:
             check_table("vecinfer", "smooth_factors", self.smooth_factors, (None,), (None, None))
-            least = self.smooth_factors.array.min().item()
+            least = self.smooth_factors.array.min().item() if 0 not in self.smooth_factors.shape else 0
             check(least > 0, "vecinfer", "smooth_factors", "must be positive", least)  # type: ignore[operator]
 
 

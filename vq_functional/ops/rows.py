@@ -124,7 +124,8 @@ def chosen(wanted: mx.array, size: int) -> tuple[mx.array, mx.array]:
     """Index int [..., size] of the columns that are `wanted` [..., C], rising; and which of the indices are."""
     total = wanted.shape[-1]
     if size == 1:
-        return mx.argmax(wanted, axis=-1, keepdims=True), wanted.any(axis=-1, keepdims=True)
+        first = mx.argmax(wanted, axis=-1, keepdims=True).astype(mx.int32)
+        return first, wanted.any(axis=-1, keepdims=True)
     columns, behind = mx.arange(total), mx.arange(total, 2 * total)
     index = mx.sort(mx.where(wanted, columns, behind), axis=-1)[..., :size]
     real = index < behind[:1]  # no mere number: see `_filled`
