@@ -173,8 +173,12 @@ class SpectralQuantKVCache(_ConfiguredKVCache):
 
     def calibrate(self, basis: SpectralBasis) -> None:
         """Take the axes of one head; raises RuntimeError where tokens are held by other ones."""
-        if len(self):
+        if len(self) or self._waiting:
             raise RuntimeError(f"{type(self).__name__}: `calibrate` must come before the first token")
+        for axes in (basis.key_axes, basis.val_axes):
+            fits = axes.shape in ((1, self.head_dim, self.head_dim), (self.head_dim, self.head_dim))
+            rule = f"must be of one head of size {self.head_dim}"
+            check(fits, self._name("calibrate"), "basis", rule, axes.shape)
         sides = {"key": (basis.key_axes, basis.key_d_eff), "value": (basis.val_axes, basis.val_d_eff)}
         codecs = {
             side: attrs.evolve(getattr(self.store, side), axes=Table.of(axes), d_eff=size)

@@ -299,7 +299,7 @@ def test_axes_diagonalise_the_mean_square(centred: bool, pooled: bool) -> None:
         np.testing.assert_allclose(u.T @ (x.T @ x / len(x)) @ u, np.diag(w), atol=1e-4 * w.max())
 
 
-@pytest.mark.parametrize("energy", [FALLING[:16], np.r_[50, FALLING[:15]], np.r_[9, 7, np.full(14, 0.02)]], ids=str)
+@pytest.mark.parametrize("energy", [FALLING[:16], np.r_[50, FALLING[:15]], np.r_[9, 7, np.full(14, 0.02)]])
 def test_the_first_block_is_the_one_that_loses_least(energy: Array) -> None:
     x = rows_along(orthogonal(16)[0], energy, 1000)
     found = vq.spectral_calibrate(x[:, None], x[:, None])

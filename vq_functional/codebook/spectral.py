@@ -29,6 +29,7 @@ from vq_functional.ops.rotations import random_orthogonal
 from vq_functional.ops.rows import extend_rows
 from vq_functional.ops.vectors import TINY, to_dtype
 
+SKETCH_SEED = 1_000_003  # apart from the seed of the rotations: the two must be independent
 TILE = 8  # rows to a matrix product, so that a row comes out the same in any company
 SCALES, CODEBOOKS, SKETCHES = ("least_squares", "rms"), ("sphere", "gaussian"), ("orthogonal", "gaussian")
 
@@ -114,7 +115,7 @@ class SpectralCodec(Codec):
         check(self.d_eff <= dim, self.name, "d_eff", rule, self.d_eff)
         # A fitted scale leaves nothing over of a single coordinate.
         exact = self.d_eff == 1 and self.scale == "least_squares"
-        sketch = None if self.sketch is None or exact else rest_sketch(self.d_eff, self.seed, self.sketch)
+        sketch = None if self.sketch is None or exact else rest_sketch(self.d_eff, self.seed + SKETCH_SEED, self.sketch)
         codes = block_codes(self.bits, self.d_eff, dim, self.codebook)
         shares = mx.array([1 / self.d_eff, 1 / (dim - self.d_eff) if dim > self.d_eff else 0.0])
         mx.eval(shares)
