@@ -75,6 +75,7 @@ from vq_adapters.prompt_classes import (
     RocketKVKVCache,
     SnapKVKVCache,
 )
+from vq_adapters.routed_classes import CacheGenKVCache, GEARKVCache, ZipCacheKVCache
 from vq_adapters.vectors import (
     KVCache,
     PolarQuantKVCache,
@@ -102,6 +103,7 @@ __all__ = [
     "ArtifactStore",
     "CaMKVCache",
     "CaMOptions",
+    "CacheGenKVCache",
     "CacheGenOptions",
     "ChunkKVCache",
     "ChunkKVIndexReuseCoordinator",
@@ -110,6 +112,7 @@ __all__ = [
     "CurDKVOptions",
     "DistortionObserver",
     "FileArtifactStore",
+    "GEARKVCache",
     "GEAROptions",
     "H2OKVCache",
     "H2OOptions",
@@ -170,6 +173,7 @@ __all__ = [
     "VecInferOptions",
     "XKVOptions",
     "XQuantOptions",
+    "ZipCacheKVCache",
     "ZipCacheOptions",
     "attention_hook",
     "calibrate",

@@ -25,6 +25,7 @@ from vq_adapters.prompt_classes import (
     RocketKVKVCache,
     SnapKVKVCache,
 )
+from vq_adapters.routed_classes import CacheGenKVCache, GEARKVCache, ZipCacheKVCache
 
 _KINDS: tuple[type[MethodKVCache], ...] = (
     StreamingLLMKVCache,
@@ -48,6 +49,9 @@ _KINDS: tuple[type[MethodKVCache], ...] = (
     KittyKVCache,
     AdaKVCache,
     AgeTieredKVCache,
+    ZipCacheKVCache,
+    GEARKVCache,
+    CacheGenKVCache,
     TurboQuantRVQKVCache,
 )
 

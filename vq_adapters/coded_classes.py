@@ -50,12 +50,24 @@ class CodedKVCache(MethodKVCache):
         return self._held(side)
 
 
-class BlocksKVCache(CodedKVCache):
-    """Base: old rows in codes, the newest exact."""
+class PackedKVCache(CodedKVCache):
+    """Base: old rows in blocks of codes, the newest exact."""
 
     @classmethod
     def _serves(cls, transform: Transform) -> bool:
         return isinstance(transform, Blocks) and transform.name == cls.method
+
+    def _coded(self, side: str, arrays: int | None = None) -> int:
+        """Bytes of "keys" or "values" in codes, or of the first `arrays` that hold them."""
+        if self._state is None:
+            return 0
+        held, columns = flatten(getattr(self._state, side).rows)[0][:arrays], self.transform.capacity(self._state)
+        room = sum(math.prod(x.shape[1:]) * x.itemsize for x in held)
+        return sum(room * fill.coded // columns for fill in self._counts_now())
+
+
+class BlocksKVCache(PackedKVCache):
+    """The same, with what most of these methods tell."""
 
     @property
     def residual_fp16_bytes(self) -> int:
@@ -73,13 +85,6 @@ class BlocksKVCache(CodedKVCache):
         """Bytes as they came / bytes of codes and exact rows; 1.0 while empty."""
         held = self.compressed_key_bytes + self.compressed_value_bytes + self.residual_fp16_bytes
         return ratio(self.fp16_key_bytes + self.fp16_value_bytes, held)
-
-    def _coded(self, side: str) -> int:
-        if self._state is None:
-            return 0
-        arrays, columns = flatten(getattr(self._state, side).rows)[0], self.transform.capacity(self._state)
-        room = sum(math.prod(x.shape[1:]) * x.itemsize for x in arrays)
-        return sum(room * fill.coded // columns for fill in self._counts_now())
 
 
 class KIVIKVCache(BlocksKVCache):

@@ -56,23 +56,7 @@ UNBUILT: dict[str, dict[str, Any]] = {
         "group_size": 32,
         "quantize_values": True,
     },
-    "cachegen": {
-        "bits": 4,
-        "group_size": 32,
-        "use_delta": True,
-        "per_channel": True,
-        "layer_groups": 3,
-        "resolved_bits": None,
-    },
     "minicache": {"start_frac": 0.5, "group_size": 2, "retention_threshold": 0.9, "slerp_t": 0.5, "max_ctx": 8192},
-    "gear": {
-        "bits": 2,
-        "rank": None,
-        "energy_threshold": 0.9,
-        "sparse_fraction": 0.01,
-        "group_size": 32,
-        "quantize_values": True,
-    },
     "xkv": {
         "group_size": 2,
         "rank": None,

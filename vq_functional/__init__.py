@@ -42,12 +42,15 @@ from vq_functional.quantize.adakv import adakv
 from vq_functional.quantize.affine_rows import affine_codec
 from vq_functional.quantize.age_tiered import age_tiered
 from vq_functional.quantize.blocks import blocks
+from vq_functional.quantize.cachegen import cachegen
+from vq_functional.quantize.gear import gear
 from vq_functional.quantize.int8 import int8_codec
 from vq_functional.quantize.kitty import kitty
 from vq_functional.quantize.kivi import kivi
 from vq_functional.quantize.kivi_sink import kivi_sink
 from vq_functional.quantize.kvquant import kvquant, kvquant_calibrate
 from vq_functional.quantize.skvq import skvq, skvq_calibrate
+from vq_functional.quantize.state_stream import decode_state, encode_state
 from vq_functional.quantize.zipcache import zipcache
 
 __all__ = [
@@ -66,6 +69,7 @@ __all__ = [
     "affine_codec",
     "age_tiered",
     "blocks",
+    "cachegen",
     "cam",
     "cam_policy",
     "chain",
@@ -74,6 +78,9 @@ __all__ = [
     "compile",
     "curdkv",
     "curdkv_policy",
+    "decode_state",
+    "encode_state",
+    "gear",
     "h2o",
     "h2o_policy",
     "int8_codec",

@@ -33,6 +33,8 @@ from vq_functional.hybrid.a2ats import A2ATSOptions, a2ats
 from vq_functional.hybrid.rocketkv import RocketKVOptions, rocketkv
 from vq_functional.quantize.adakv import AdaKVOptions, adakv
 from vq_functional.quantize.age_tiered import AgeTieredKVOptions, age_tiered
+from vq_functional.quantize.cachegen import CacheGenOptions, cachegen
+from vq_functional.quantize.gear import GEAROptions, gear
 from vq_functional.quantize.kitty import KittyOptions, kitty
 from vq_functional.quantize.kivi import KIVIOptions, kivi
 from vq_functional.quantize.kivi_sink import KIVISinkOptions, kivi_sink
@@ -113,6 +115,8 @@ TABLE = (
     _row("a2ats", A2ATSOptions, a2ats, "2502.12665", f"{_CODES} pages"),
     _row("zipcache", ZipCacheOptions, zipcache, "2405.14256", f"{_CODES} uses_queries classes"),
     _row("nsnquant", NSNQuantOptions, nsnquant, "2505.18231", f"{_CODES} chunk_means"),
+    _row("cachegen", CacheGenOptions, cachegen, "2310.07240", _CODES),
+    _row("gear", GEAROptions, gear, "2403.05527", _CODES),
 )
 
 METHODS = {method.name: method for method in TABLE}

@@ -9,12 +9,16 @@ from vq_adapters import (
     AdaKVOptions,
     AgeTieredKVCache,
     AgeTieredKVOptions,
+    CacheGenKVCache,
+    CacheGenOptions,
     CaMKVCache,
     CaMOptions,
     ChunkKVCache,
     ChunkKVOptions,
     CurDKVCache,
     CurDKVOptions,
+    GEARKVCache,
+    GEAROptions,
     H2OKVCache,
     H2OOptions,
     KeyformerKVCache,
@@ -49,6 +53,8 @@ from vq_adapters import (
     TOVAOptions,
     TransformKVCache,
     TurboQuantRVQKVCache,
+    ZipCacheKVCache,
+    ZipCacheOptions,
 )
 
 B, H, D, DV = 2, 2, 64, 32
@@ -78,6 +84,9 @@ OPTIONS: dict[Any, Any] = {
     SinkProtectedKVCache: KIVIOptions(kivi_group_size=32, residual_length=8),
     KittyKVCache: KittyOptions(kitty_group_size=8),
     AdaKVCache: AdaKVOptions(adakv_group_size=8),
+    ZipCacheKVCache: ZipCacheOptions(zipcache_group_size=32),
+    GEARKVCache: GEAROptions(gear_bits=4, gear_rank=2),
+    CacheGenKVCache: CacheGenOptions(cachegen_group_size=32),
     AgeTieredKVCache: AgeTieredKVOptions(age_recent_boundary=8, age_mid_boundary=24, age_group_size=8),
     TurboQuantRVQKVCache: None,
 }
@@ -94,10 +103,14 @@ def _budget(name: str, **more: Any) -> dict[str, Any]:
     return {f"{name}_kept_bytes": 0, **common, **more}
 
 
-def _blocks(bits: float, **more: Any) -> dict[str, Any]:
+def _packed() -> dict[str, Any]:
     """Statistics of all methods that pack blocks."""
-    numbers = ("compressed_key_bytes", "compressed_value_bytes", "fp16_key_bytes", "fp16_value_bytes")
-    common = {**dict.fromkeys(numbers, 0), "residual_fp16_bytes": 0, "effective_compression_ratio": 1.0}
+    return dict.fromkeys(("compressed_key_bytes", "compressed_value_bytes", "fp16_key_bytes", "fp16_value_bytes"), 0)
+
+
+def _blocks(bits: float, **more: Any) -> dict[str, Any]:
+    """Statistics of most of them."""
+    common = {**_packed(), "residual_fp16_bytes": 0, "effective_compression_ratio": 1.0}
     return {**common, "assigned_avg_bits": bits, **more}
 
 
@@ -150,6 +163,27 @@ EMPTY: dict[Any, dict[str, Any]] = {
     SinkProtectedKVCache: _blocks(4.0, sink_positions=[], sink_fp16_bytes=0),
     KittyKVCache: _blocks(2.5, value_fp16_bytes=0, hi_fraction=0.25, hi_bit=4, lo_bit=2),
     AdaKVCache: _blocks(2.5, value_fp16_bytes=0, head_bits=[], target_avg_bits=2.5, allowed_bits=(2, 3, 4)),
+    ZipCacheKVCache: {
+        **_packed(),
+        "baseline_key_bytes": 0,
+        "baseline_value_bytes": 0,
+        "compression_ratio": 1.0,
+        "effective_avg_bits": 2.5,
+    },
+    GEARKVCache: {
+        **_packed(),
+        "base_only_key_bytes": 0,
+        "base_only_value_bytes": 0,
+        "assigned_avg_bits": 4.0,
+        "error_recovery_ratio": 0.0,
+    },
+    CacheGenKVCache: {
+        **_packed(),
+        "fixed_width_key_bytes": 0,
+        "fixed_width_value_bytes": 0,
+        "entropy_savings": 0.0,
+        "assigned_avg_bits": 4.0,
+    },
     AgeTieredKVCache: {
         "age_tiered_bytes": 0,
         "full_seq_bytes": 0,
@@ -168,6 +202,8 @@ READ_BACK: dict[Any, set[str]] = {
     SqueezeAttentionCache: {"concentration"},
     SinkProtectedKVCache: {"sink_positions"},
     AdaKVCache: {"head_bits"},
+    GEARKVCache: {"error_recovery_ratio"},
+    CacheGenKVCache: {"compressed_key_bytes", "compressed_value_bytes", "entropy_savings", "assigned_avg_bits"},
 }
 
 

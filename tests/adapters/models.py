@@ -130,6 +130,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "a2ats": {"window": 6, "n_sink": 2, "retrieval_fraction": 0.3},
     "zipcache": {"window": 32},
     "nsnquant": {"residual_length": 8},
+    "cachegen": {"residual_length": 8},
+    "gear": {"residual_length": 8},
 }
 WIDE: dict[str, dict[str, Any]] = {
     "streaming_llm": {"window_size": 512},
@@ -164,6 +166,8 @@ WIDE: dict[str, dict[str, Any]] = {
     "vecinfer": {"key_sub_dim": 2, "key_codebook_bits": 14, "value_sub_dim": 2, "value_codebook_bits": 14},
     "zipcache": {"window": 512},
     "nsnquant": {"residual_length": 512},
+    "cachegen": {"residual_length": 512},
+    "gear": {"residual_length": 512},
 }
 COMPOSED = "h2o over turboquant_mse"
 WINDOWED = "sliding_window over int8"

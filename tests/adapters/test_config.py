@@ -69,6 +69,22 @@ OTHER: dict[str, dict[str, Any]] = {
         "kvquant_refit_interval": 64,
         "kvquant_n_sink": 2,
     },
+    "cachegen": {
+        "cachegen_bits": 3,
+        "cachegen_group_size": 64,
+        "cachegen_use_delta": False,
+        "cachegen_per_channel": False,
+        "cachegen_layer_groups": 2,
+        "cachegen_resolved_bits": 2,
+    },
+    "gear": {
+        "gear_bits": 4,
+        "gear_rank": 2,
+        "gear_energy_threshold": 0.5,
+        "gear_sparse_fraction": 0.05,
+        "gear_group_size": 64,
+        "gear_quantize_values": False,
+    },
     "zipcache": {
         "zipcache_hi_bits": 8,
         "zipcache_lo_bits": 4,

@@ -159,6 +159,19 @@ def nsnquant_bytes(capacity: int, heads: int, chunk: int = 32) -> int:
     return heads * (2 * side + chunk * 4 * DIM) + 8
 
 
+def gear_bytes(capacity: int, heads: int, rank: int = 2, entries: int = 20, block: int = 32) -> int:
+    """Those of kivi, both factors, a place and a number of each outlier, and two errors a block of keys."""
+    blocks = capacity // block
+    factors = capacity * 2 * rank + blocks * 2 * DIM * rank
+    return grouped_bytes(capacity, heads) + heads * (2 * (factors + blocks * 4 * entries) + blocks * 8)
+
+
+def cachegen_bytes(capacity: int, heads: int, bits: int = 4, group: int = 32, residual: int = 32) -> int:
+    """Keys and values in groups along tokens; the exact window; two counters."""
+    side = DIM * (capacity * bits // 8 + 4 * capacity // group)
+    return heads * (2 * side + (residual + group) * 4 * DIM) + 8
+
+
 EIGHT_BITS = words(DIM, 8) + 2
 FORMULAS = {
     "spectral": row_bytes(words(DIM, 2) + 4 + 3, words(DIM, 2) + 4),
@@ -180,6 +193,8 @@ FORMULAS = {
     "a2ats": row_bytes(EIGHT_BITS + 8 + 2, EIGHT_BITS),
     "zipcache": zipcache_bytes,
     "nsnquant": nsnquant_bytes,
+    "cachegen": cachegen_bytes,
+    "gear": gear_bytes,
 }
 
 

@@ -24,7 +24,7 @@ def test_dtype_in_is_dtype_out(subject: Subject, dtype: mx.Dtype) -> None:
     read_keys, read_values = transform.read(run.state, run.fill)
     assert (read_keys.dtype, read_values.dtype) == (dtype, dtype)
     if dtype != mx.float32:
-        allowed = {dtype, mx.bfloat16, mx.uint32, mx.uint8, mx.int32}
+        allowed = {dtype, mx.bfloat16, mx.uint32, mx.uint16, mx.uint8, mx.int32}
         rest = flatten((getattr(run.state, "memory", ()), getattr(run.state, "carry", ())))[0]
         others = [leaf for leaf in flatten(run.state)[0] if all(leaf is not one for one in rest)]
         assert {leaf.dtype for leaf in others if leaf.ndim > 3} <= allowed, "rows, or numbers of every row"

@@ -29,7 +29,7 @@ class Units:
         return tuple(mx.zeros((batch, *table.shape[1:]), table.dtype) for table in tables)
 
     def write(self, held: Rows, new: Rows, start: mx.array, end: mx.array) -> Rows:
-        """`held` with `new`, whose first row is row `start` int [B], up to row `end` int [B] and nothing changed behind.
+        """`held` with `new` from row `start` int [B] up to row `end` int [B], and nothing changed behind.
 
         `new` may reach past what `held` has room for, and be longer than it; rows up to `end` must fit.
         """
