@@ -16,7 +16,11 @@ from mlx.utils import tree_flatten
 from vq_adapters.artifacts import Arrays, ArtifactStore
 from vq_adapters.recording import Captured, capture
 from vq_functional.codebook.spectral_basis import SpectralBasis, spectral_calibrate
+from vq_functional.codebook.vecinfer import VecInferTables, vecinfer_calibrate
 from vq_functional.core.errors import QuantizerConfigError, check, check_choice
+from vq_functional.methods import METHODS
+from vq_functional.quantize.kvquant import KVQuantTables, kvquant_calibrate
+from vq_functional.quantize.skvq import SKVQTables, skvq_calibrate
 
 __all__ = ["CALIBRATORS", "Calibrator", "Captured", "calibrate", "capture", "load_calibration"]
 
@@ -38,6 +42,9 @@ class Calibrator:
 
 CALIBRATORS: dict[str, Calibrator] = {
     "spectral": Calibrator(spectral_calibrate, SpectralBasis, ("keys", "values")),
+    "vecinfer": Calibrator(vecinfer_calibrate, VecInferTables, ("keys", "values")),
+    "kvquant": Calibrator(kvquant_calibrate, KVQuantTables, ("keys", "values")),
+    "skvq": Calibrator(skvq_calibrate, SKVQTables, ("keys", "values")),
 }
 
 
@@ -63,8 +70,8 @@ def calibrate(
     """
     check_choice("calibrate", "method", method, tuple(CALIBRATORS))
     row = CALIBRATORS[method]
+    known = _options(method, row)
     for option in options:
-        known = tuple(inspect.signature(row.find).parameters)[len(row.takes) :]
         check(option in known, "calibrate", "options", f"must be of {known}", option)
     if store is not None:
         found = load_calibration(model, method, store, model_name, **options)
@@ -99,6 +106,14 @@ def load_calibration(
         raise
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise QuantizerConfigError(f"load_calibration: `store` must hold whole tables; got {error!r}") from error
+
+
+def _options(method: str, row: Calibrator) -> tuple[str, ...]:
+    """Options of the method's calibration, the method's own among them where it takes these."""
+    parameters = list(inspect.signature(row.find).parameters.values())[len(row.takes) :]
+    named = tuple(one.name for one in parameters if one.kind is not one.VAR_KEYWORD)
+    own = tuple(field.name for field in attrs.fields(METHODS[method].options))
+    return named if len(named) == len(parameters) else named + own
 
 
 def _found(row: Calibrator, layer: Captured, options: dict[str, Any]) -> Any:

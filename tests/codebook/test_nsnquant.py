@@ -33,7 +33,7 @@ def numbers(x: mx.array) -> np.ndarray:
 
 
 def begin(transform: Any, keys: mx.array, values: mx.array) -> Any:
-    dims = {"key_dim": keys.shape[3], "value_dim": values.shape[3], "dtype": keys.dtype}
+    dims: dict[str, Any] = {"key_dim": keys.shape[3], "value_dim": values.shape[3], "dtype": keys.dtype}
     return transform.init_state(vq.KVSpec(batch=keys.shape[0], kv_heads=HEADS, capacity=keys.shape[2], **dims))
 
 
@@ -274,6 +274,17 @@ def test_batch_rows_stand_alone() -> None:
     for row in range(3):
         alone = feed(small(), x[row : row + 1], x[row : row + 1])
         assert_same(map_leaves(lambda a, row=row: a[row : row + 1], state), alone)
+
+
+def test_left_padding_leaves_no_trace() -> None:
+    x = draw(40, batch=2)
+    x[1, :, :5] = 30
+    spec = vq.KVSpec(batch=2, kv_heads=HEADS, key_dim=DIM, value_dim=DIM, capacity=40)
+    state, *_ = small().update(small().init_state(spec, mx.array([0, 5])), x, x)
+    keys, _ = small().read(state)
+    alone = feed(small(), x[1:, :, 5:], x[1:, :, 5:])
+    assert alone.coded.item() == state.coded[1].item() == 32
+    assert np.array_equal(numbers(keys)[1:, :, :32], rows_in_order(small(), alone)[0][:, :, :32])
 
 
 # Rows out of the common

@@ -9,7 +9,7 @@ from vq_functional.ops.rows import chosen, pick
 from vq_functional.ops.vectors import to_dtype
 from vq_functional.quantize.groups import TokenGroups
 
-LEAST = 1e-3  # scale of a channel, at least
+LEAST = 1 / 16  # scale of a channel, at least, as a share of its head's largest: a quiet one may yet become loud
 
 
 @attrs.frozen(eq=False)
@@ -115,8 +115,9 @@ class ScaledChannels(Coder):
         return self.inner.axes
 
     def tables(self, x: mx.array) -> Rows:
-        largest = mx.where(mx.isfinite(x), mx.abs(x), 0).astype(mx.float32).max(axis=2)
-        return (to_dtype(mx.maximum(mx.sqrt(largest), LEAST), self.dtype),)
+        scales = mx.sqrt(mx.where(mx.isfinite(x), mx.abs(x), 0).astype(mx.float32).max(axis=2))
+        head = scales.max(axis=-1, keepdims=True)
+        return (to_dtype(mx.where(head > 0, mx.maximum(scales, LEAST * head), 1), self.dtype),)
 
     def encode_by(self, x: mx.array, tables: Rows) -> Rows:
         return self.inner.encode(self.scaled(x, tables))
