@@ -121,7 +121,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "turboquant_prod": {"bits": 4},
     "polar": {"bits": 2},
     "kivi_sink": {"bits": 4, "group_size": 32, "residual_length": 8, "n_sink": 2},
-    "age_tiered": {"recent_boundary": 8, "mid_boundary": 24, "group_size": 8},
+    "age_tiered": {"recent_boundary": 8, "mid_boundary": 24, "group_size": 8, "bits_old": 4},
     "kitty": {"n_sink": 4, "residual_length": 8},
     "adakv": {"residual_length": 8},
     "skvq": {"window": 8, "n_sink": 2},
@@ -168,6 +168,7 @@ WIDE: dict[str, dict[str, Any]] = {
     "nsnquant": {"residual_length": 512},
     "cachegen": {"residual_length": 512},
     "gear": {"residual_length": 512},
+    "a2ats": {"retrieval_fraction": 1.0},
 }
 COMPOSED = "h2o over turboquant_mse"
 WINDOWED = "sliding_window over int8"

@@ -43,7 +43,7 @@ CODE_ERROR = {
     "qjl": 0.4,
     "spectral": 0.05,
     "turboquant_prod": 0.05,
-    "polar": 0.05,
+    "polar": 0.15,
     "vecinfer": 0.1,
     "a2ats": 0.04,
     COMPOSED: 0.15,

