@@ -59,9 +59,10 @@ class CacheGenOptions:
         check_int("cachegen", "layer_groups", self.layer_groups, 1)
         check_int("cachegen", "residual_length", self.residual_length, 0)
         check_int("cachegen", "n_sink", self.n_sink, 0)
-        if self.layer is not None and self.layers is not None:
+        if self.layers is not None:
             check_int("cachegen", "layers", self.layers, 1)
-            check_int("cachegen", "layer", self.layer, 0, self.layers - 1)
+        if self.layer is not None:
+            check_int("cachegen", "layer", self.layer, 0, None if self.layers is None else self.layers - 1)
 
     @property
     def layer_bits(self) -> tuple[int, int]:

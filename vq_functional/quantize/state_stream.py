@@ -29,7 +29,7 @@ SIZE, CHECKSUM = struct.Struct("<I"), struct.Struct("<I")
 DTYPES = {str(dtype).removeprefix("mlx.core."): dtype for dtype in FLOATS}
 
 # What reading bytes that `encode_state` didn't write may raise.
-_DAMAGE = (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error, zlib.error)
+_DAMAGE = (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error, zlib.error, OverflowError)
 
 
 def encode_state(transform: Transform, state: BlockState) -> bytes:
