@@ -91,6 +91,8 @@ def assert_equal_to_oracle(
     block, coded = block_of(bits, group), frontier(k.shape[1], bits, group, residual)
     assert state.coded.item() == coded and coded > 0
     sinks, was_sink = sinks_by_block(signals_of(k, signal, block), coded, count, block)
+    if signal != "first":  # a key of a common size enters the range of its group
+        was_sink &= signals_of(k, "unusual_keys", block)[:coded] > math.log(2)
     assert state.sinks.position[0].tolist() == sinks + [-1] * (count - len(sinks))
     assert np.array_equal(numbers(state.sinks.keys)[0, :, : len(sinks)], k[:, sinks])
     assert np.array_equal(numbers(state.sinks.values)[0, :, : len(sinks)], v[:, sinks])
