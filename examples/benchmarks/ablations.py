@@ -15,6 +15,7 @@ from mlx_lm.models.cache import KVCache
 
 import vq_functional as vq
 from vq_adapters import TransformKVCache
+from vq_functional.ops.rope import Rope
 
 LAYERS = 30  # of SmolLM2-135M
 
@@ -45,8 +46,25 @@ CHANGES: dict[str, list[tuple[dict[str, Any], bool]]] = {
         ({"recent": 32, "tau": 0.0}, True),
     ],
     "curdkv": [({"rank_cap": 64}, True), ({"decode": "append"}, True), ({"decode": "cur"}, True)],
-    "qfilters": [({"recent": 32}, True), ({"recent": 32}, False)],
+    "qfilters": [
+        ({"recent": 32}, True),
+        ({"recent": 32}, False),
+        ({"stand_in": "axis"}, False),
+        ({"stand_in": "axis", "recent": 32}, False),
+    ],
     "knorm": [({"n_sink": 0}, False), ({"keep": "high"}, False), ({"recent": 32}, False)],
+    "turboquant_prod": [({}, False), ({"bits": 4}, True)],
+    "polar": [({}, False), ({"polar_values": True}, True)],
+    "kitty": [({"value_bits": 4}, True), ({"value_bits": None}, True)],
+    "adakv": [({"n_sink": 4}, True), ({"n_sink": 4, "value_bits": 2}, True)],
+    "kvquant": [({"rope": Rope(dims=64, base=1e5)}, True)],
+    "cachegen": [({}, False), ({"n_sink": 4}, True)],
+    "gear": [({"n_sink": 4}, True)],
+    "zipcache": [({}, False), ({"hi_fraction": 0.5}, True)],
+    "skvq": [({"fp8": True}, True), ({"order": "range", "clip_grid": (1.0, 0.97, 0.94, 0.9, 0.85)}, True)],
+    "nsnquant": [({}, False), ({"bits": 1}, True)],
+    "vecinfer": [({}, False), ({"value_sub_dim": 4}, True)],
+    "a2ats": [({}, False)],
 }
 
 
@@ -63,8 +81,9 @@ def ablations() -> list[Entry]:
 
 
 def _changed(method: str, options: dict[str, Any], hook: bool) -> Entry:
-    cache: Callable[[int], Any] = functools.partial(_cache, method, {"budget": BUDGET, **options})
-    return Entry(f"{method} {', '.join(f'{name}={value!r}' for name, value in options.items())}", cache, hook)
+    budget = {"budget": BUDGET} if "evicts" in vq.METHODS[method].traits else {}
+    cache: Callable[[int], Any] = functools.partial(_cache, method, {**budget, **options})
+    return Entry(f"{method} {', '.join(f'{name}={value!r}' for name, value in options.items())}".strip(), cache, hook)
 
 
 def _cache(method: str, options: dict[str, Any], layer: int) -> TransformKVCache:
