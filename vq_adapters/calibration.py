@@ -112,8 +112,9 @@ def _options(method: str, row: Calibrator) -> tuple[str, ...]:
     """Options of the method's calibration, the method's own among them where it takes these."""
     parameters = list(inspect.signature(row.find).parameters.values())[len(row.takes) :]
     named = tuple(one.name for one in parameters if one.kind is not one.VAR_KEYWORD)
-    own = tuple(field.name for field in attrs.fields(METHODS[method].options))
-    return named if len(named) == len(parameters) else named + own
+    if len(named) == len(parameters):
+        return named
+    return named + tuple(field.name for field in attrs.fields(METHODS[method].options))
 
 
 def _found(row: Calibrator, layer: Captured, options: dict[str, Any]) -> Any:

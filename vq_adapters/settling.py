@@ -124,10 +124,11 @@ class SettlingState(CountedState):
         tokens, leader, told = [fill.tokens for fill in self._fills], self.transform.leader, None
         if self._group is not None and leader is not None:
             told = self._group.handed(leader, tokens)
+        transform = self.transform.after(min(self._fills, key=lambda fill: fill.coded))
         if asked.shape[2] > 1 or lengths is not None:
-            state, told = self.transform.settle_in(self._state, told, asked, lengths, proxy=proxy)
+            state, told = transform.settle_in(self._state, told, asked, lengths, proxy=proxy)
         else:
-            compiled = steps(self.transform)
+            compiled = steps(transform)
             state, told = (compiled.settle_by_keys if proxy else compiled.settle)(self._state, told, asked)
         if self._group is not None and self.transform.leads:
             self._group.hand_on(self._layer, tokens, told)

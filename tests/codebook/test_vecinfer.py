@@ -394,15 +394,25 @@ def start(dim: int, **options: Any) -> Any:
     return vq.vecinfer(**options).init_state(vq.KVSpec(kv_heads=HEADS, key_dim=dim, value_dim=64))
 
 
+def test_sizes_without_a_hadamard_transform_are_turned_densely() -> None:
+    keys = mx.random.normal((300, HEADS, 80), key=mx.random.key(4))
+    with_tables = vq.vecinfer_calibrate(keys, keys, key_codebook_bits=6, value_codebook_bits=6)
+    for options in ({}, {"key_codebook": with_tables.key_codebook, "key_codebook_bits": 6}):
+        coder = vq.vecinfer_codec(**options).bind(80, mx.float32)
+        matrix = numbers(coder.rotation.apply(mx.eye(80)))
+        np.testing.assert_allclose(matrix @ matrix.T, np.eye(80), atol=1e-5)
+        x = keys[:40].swapaxes(0, 1)[None]
+        error = np.square(numbers(coder.decode(coder.encode(x)) - x)).sum() / np.square(numbers(x)).sum()
+        assert error < 0.6
+
+
 @pytest.mark.parametrize(
     "named, call",
     [
-        ("vecinfer: `head_dim`", lambda: start(80)),
         ("vecinfer: `head_dim`", lambda: start(64, key_sub_dim=3, key_codebook_bits=8)),
         ("vecinfer: `smooth_factors`", lambda: start(64, smooth_factors=np.ones(DIM))),
         ("vecinfer: `smooth_factors`", lambda: start(DIM, smooth_factors=np.ones((HEADS + 1, DIM)))),
         ("vecinfer: `side`", lambda: vq.vecinfer_codec(side="both")),
-        ("vecinfer_calibrate: `keys`", lambda: calibrate((4, 2, 80))),
         ("vecinfer_calibrate: `keys`", lambda: calibrate((4, 2))),
         ("vecinfer_calibrate: `keys`", lambda: calibrate((0, 2, 16))),
         ("vecinfer_calibrate: `values`", lambda: calibrate((4, 2, 16), (4, 2, 10))),

@@ -29,6 +29,7 @@ OWN: dict[str, dict[str, Any]] = {
     "skvq": {"window": 32},
     "kvquant": {"n_fit": 32},
     "zipcache": {"window": 64},
+    "age_tiered": {"recent_boundary": 16, "mid_boundary": 32},
     "a2ats": {"window": 6, "n_sink": 4, "retrieval_fraction": 0.3},
 }
 BATCH, HEADS, DIM = 2, 2, 64

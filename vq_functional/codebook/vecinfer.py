@@ -24,7 +24,14 @@ from vq_functional.core.store import rows
 from vq_functional.core.table import Table, check_table, to_table
 from vq_functional.core.transform import Transform
 from vq_functional.ops.kmeans import Floats, kmeans, on_host
-from vq_functional.ops.rotations import HadamardRotation, Rotation, hadamard_size, random_rotation
+from vq_functional.ops.rotations import (
+    DenseRotation,
+    HadamardRotation,
+    Rotation,
+    hadamard_size,
+    random_orthogonal,
+    random_rotation,
+)
 from vq_functional.ops.vector_codes import Codebook, VectorCodes, gaussian_codebook, has_gaussian
 from vq_functional.ops.vectors import TINY, norm, scaled, to_dtype
 
@@ -98,8 +105,7 @@ class VecInferCodec(Codec):
     def _rotation(self, dim: int) -> Rotation | None:
         if self.codebook is not None and self.side == "value":
             return None
-        check(hadamard_size(dim), self.name, "head_dim", "must be 2^k or 12 * 2^k", dim)
-        return random_rotation(dim, self.seed) if self.codebook is None else plain_hadamard(dim)
+        return random_rotation(dim, self.seed) if self.codebook is None else fixed_rotation(dim)
 
     def _factors(self, dim: int) -> mx.array | None:
         """Float32 [H or 1, 1, D]."""
@@ -160,8 +166,10 @@ class VecInferCoder(Coder):
 
 
 @functools.lru_cache(maxsize=16)
-def plain_hadamard(dim: int) -> Rotation:
-    """The Hadamard transform without signs."""
+def fixed_rotation(dim: int) -> Rotation:
+    """The Hadamard transform itself; at sizes that it can't take, one dense rotation."""
+    if not hadamard_size(dim):
+        return DenseRotation(random_orthogonal(dim, 0))
     signs = mx.ones((1, dim))
     mx.eval(signs)
     return HadamardRotation(signs)
@@ -197,13 +205,12 @@ def vecinfer_calibrate(keys: mx.array, values: mx.array, *, rounds: int = 30, **
     for field, x, size in (("keys", keys, o.key_sub_dim), ("values", values, o.value_sub_dim)):
         fits = x.ndim == 3 and 0 not in x.shape and x.shape[2] % size == 0
         check(fits, "vecinfer_calibrate", field, f"must be [N, H, multiple of {size}]", x.shape)
-    check(hadamard_size(keys.shape[2]), "vecinfer_calibrate", "keys", "must have 2^k or 12 * 2^k channels", keys.shape)
     if o.smooth_factors is None:
         largest = np.abs(np.nan_to_num(on_host(keys), nan=0, posinf=0, neginf=0)).max(axis=0)
         factors = mx.array(np.maximum(np.sqrt(largest), FLOOR))
     else:
         factors = o.smooth_factors.array
-    turned = plain_hadamard(keys.shape[2]).apply(keys.astype(mx.float32) / factors)
+    turned = fixed_rotation(keys.shape[2]).apply(keys.astype(mx.float32) / factors)
     key = kmeans(_cut(turned, o.key_sub_dim), 2**o.key_codebook_bits, rounds=rounds, seed=o.seed)
     value = kmeans(_cut(values, o.value_sub_dim), 2**o.value_codebook_bits, rounds=rounds, seed=o.seed)
     return VecInferTables(factors, mx.array(key), mx.array(value))

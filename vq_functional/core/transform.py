@@ -163,6 +163,10 @@ class Transform:
         """Whether `settle` does anything after a call of `n` tokens that led to `fill`."""
         return False
 
+    def after(self, fill: Fill) -> "Transform":
+        """The same method for states that are as full as `fill` at least, where that spares its steps some work."""
+        return self
+
     def room(self, fill: Fill, n: int, count: int | None = None) -> int:
         """Capacity that a call of `n` tokens needs, `count` of them no padding; 0 where the capacity is fixed."""
         return fill.rows + n

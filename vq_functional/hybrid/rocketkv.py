@@ -118,17 +118,17 @@ def _max_pooled(x: mx.array, kernel: int) -> mx.array:
 
 @attrs.frozen
 class Pages:
-    """Bounds of the keys of each page; arrays [B, H, pages, D] in the dtype of keys, zeros in a page without rows."""
+    """Bounds of the keys of each page; arrays [B, H, pages, D] in the dtype of keys, infinite in a page without rows."""
 
     high: mx.array  # the largest number of each channel
     low: mx.array  # the smallest
 
-    def with_row(self, key: mx.array, page: mx.array, first: mx.array, real: mx.array) -> "Pages":
-        """With `key` [B, H, 1, D], where `real`, in the page int [B, H, 1] of its head, where it may be the `first`."""
-        high, low = pick(self.high, page), pick(self.low, page)
-        higher, lower = (mx.where(first, key, x) for x in (mx.maximum(high, key), mx.minimum(low, key)))
-        high, low = mx.where(real, higher, high), mx.where(real, lower, low)
-        return Pages(put(self.high, page, high), put(self.low, page, low))
+    def with_row(self, key: mx.array, page: mx.array, real: mx.array) -> "Pages":
+        """With `key` [B, H, 1, D], where `real`, in the page int [B, H, 1] of its head."""
+        batch, heads = page.shape[:2]
+        place = mx.arange(batch)[:, None, None], mx.arange(heads)[None, :, None], page
+        high, low = mx.where(real, key, -mx.inf), mx.where(real, key, mx.inf)
+        return Pages(self.high.at[place].maximum(high), self.low.at[place].minimum(low))
 
     def scores(self, queries: mx.array, scale: float, channels: int, useful: mx.array) -> mx.array:
         """Logarithm of the attention float32 [B, H, pages] that the bound gives each `useful` page.
@@ -173,19 +173,18 @@ class RocketKV(Evicting):
         rule = f"must be at most the head size {spec.key_dim}"
         check(self.channels is None or self.channels <= spec.key_dim, self.name, "head_topk1", rule, self.channels)
         state = super().init_state(spec, left_padding)
-        zeros = mx.zeros((spec.batch, spec.kv_heads, self._count(state.slots), spec.key_dim), spec.dtype)
-        return attrs.evolve(state, carry=Pages(zeros, zeros))
+        shape = spec.batch, spec.kv_heads, self._count(state.slots), spec.key_dim
+        return attrs.evolve(state, carry=Pages(mx.full(shape, -mx.inf, spec.dtype), mx.full(shape, mx.inf, spec.dtype)))
 
     def write(self, state: SlotState, keys: mx.array, values: mx.array, lengths: mx.array | None = None) -> SlotState:
         held = super().write(state, keys, values, lengths)
         if keys.shape[2] != 1:
             return held
         slot = free_slot(state.position)[..., None]
-        page, first = slot // self.page, (slot % self.page == 0)[..., None]
         position = pick(held.position, slot)[..., None]
         real = (position >= 0) & (position < held.offset[:, None, None, None])
         key = self._keys(held, tuple(pick(x, slot) for x in held.rows.keys))
-        return attrs.evolve(held, carry=state.carry.with_row(key, page, first, real))
+        return attrs.evolve(held, carry=state.carry.with_row(key, slot // self.page, real))
 
     def settle_in(
         self, held: SlotState, group: Any, queries: mx.array, lengths: mx.array | None = None, proxy: bool = False
@@ -196,8 +195,9 @@ class RocketKV(Evicting):
     def widen(self, state: SlotState, capacity: int) -> SlotState:
         state = super().widen(state, capacity)
         count = self._count(state.slots)
-        carry = map_leaves(lambda x: extend_rows(x[:, :, :count], count), state.carry)
-        return attrs.evolve(state, carry=carry)
+        old = state.carry
+        high, low = extend_rows(old.high[:, :, :count], count, -mx.inf), extend_rows(old.low[:, :, :count], count, mx.inf)
+        return attrs.evolve(state, carry=Pages(high, low))
 
     def ordered(self, state: SlotState) -> SlotState:
         return self._paged(super().ordered(state))
@@ -254,10 +254,9 @@ class RocketKV(Evicting):
     def _paged(self, state: SlotState) -> SlotState:
         """The state with its pages made anew."""
         keys, live = self._keys(state, state.rows.keys), (state.position >= 0)[..., None]
-        used = self._by_page(live, False).any(axis=3)
         high = self._by_page(mx.where(live, keys, -mx.inf), -mx.inf).max(axis=3)
         low = self._by_page(mx.where(live, keys, mx.inf), mx.inf).min(axis=3)
-        return attrs.evolve(state, carry=Pages(mx.where(used, high, 0), mx.where(used, low, 0)))
+        return attrs.evolve(state, carry=Pages(high, low))
 
     def _by_page(self, x: mx.array, rest: float) -> mx.array:
         """`x` [B, H, slots, D] as [B, H, pages, page, D], the last page filled up with `rest`."""

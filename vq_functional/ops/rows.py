@@ -73,12 +73,12 @@ def drop_left_padding(x: mx.array, padding: mx.array) -> mx.array:
     return pick(x, index)
 
 
-def extend_rows(x: mx.array, count: int) -> mx.array:
-    """`x` [B, H, C, ...] with zeroed rows at the end, `count` in all."""
+def extend_rows(x: mx.array, count: int, filler: float = 0) -> mx.array:
+    """`x` [B, H, C, ...] with rows of `filler` at the end, `count` in all."""
     missing = count - x.shape[2]
     if missing <= 0:
         return x
-    room = mx.zeros((*x.shape[:2], missing, *x.shape[3:]), x.dtype)
+    room = mx.full((*x.shape[:2], missing, *x.shape[3:]), filler, x.dtype)
     return mx.concatenate([x, room], axis=2)
 
 

@@ -6,6 +6,7 @@ number of tokens alone, so results do not depend on how a prompt was cut. A call
 attends to its own rows, and to all that were exact when it began, exactly.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -64,6 +65,7 @@ class Blocks(Store, Transform):
     value: Codec
     residual: int = 0
     sinks: SinkRule | None = None
+    steady: bool = False  # only for states that have tables, and room for all that a call may pack
 
     def __attrs_post_init__(self) -> None:
         check_int(self.name, "residual", self.residual, 0)
@@ -224,6 +226,9 @@ class Blocks(Store, Transform):
     def settles(self, fill: Fill, n: int) -> bool:
         return n > 1 or self.settled(fill, n) != fill
 
+    def after(self, fill: Fill) -> "Blocks":
+        return _steady(self) if fill.coded else self
+
     def room(self, fill: Fill, n: int, count: int | None = None) -> int:
         return fill.coded + self._packed_at_once(n) if self.settles(self.written(fill, n), n) else fill.coded
 
@@ -250,14 +255,22 @@ class Blocks(Store, Transform):
                 for x, codec in ((recent.keys, self.key), (recent.values, self.value))
             ]
             recent = attrs.evolve(recent, keys=drawn[0], values=drawn[1])
-        begins, known = (held.coded == 0) & (coded > 0), (held.keys.tables, held.values.tables)
-        first = map_leaves(lambda x, rest: mx.concatenate([x, rest[:, :, count:]], axis=2), recent, exact)
-        fitted = self.fit(held.layout, map_leaves(lambda x: x[:, :, : self.recent_rows], first))
-        tables = map_leaves(lambda new, old: mx.where(_along_batch(begins, new), new, old), fitted, known)
+        tables = held.keys.tables, held.values.tables
+        if not self.steady:
+            first = map_leaves(lambda x, rest: mx.concatenate([x, rest[:, :, count:]], axis=2), recent, exact)
+            fresh = self.fit(held.layout, map_leaves(lambda x: x[:, :, : self.recent_rows], first))
+            begins = (held.coded == 0) & (coded > 0)
+            tables = map_leaves(lambda new, old: mx.where(_along_batch(begins, new), new, old), fresh, tables)
         new_keys, new_values = self.encode(held.layout, recent, tables)
-        keys = Coded(key.write(held.keys.rows, new_keys, held.coded, coded), tables[0])
-        values = Coded(value.write(held.values.rows, new_values, held.coded, coded), tables[1])
+        keys, values = (
+            Coded(side.write(old.rows, new, held.coded, coded, self._roomy(coded)), table)
+            for side, old, new, table in zip((key, value), (held.keys, held.values), (new_keys, new_values), tables)
+        )
         return attrs.evolve(held, keys=keys, values=values, sinks=sinks)
+
+    def _roomy(self, coded: mx.array) -> bool:
+        """Whether the arrays have room for whole calls behind every row's frontier: rows of a batch may be full."""
+        return self.steady and coded.shape[0] == 1
 
     def _coded_parts(self, held: BlockState, start: mx.array | None, columns: int | None = None) -> list[Part]:
         """Keys and values in blocks: the first `columns`, or the `least` rows from `start` int [B]."""
@@ -296,6 +309,11 @@ class Blocks(Store, Transform):
         coded = mx.where(columns < state.coded[:, None], columns, -1)
         exact = state.coded[:, None] + mx.arange(recent)
         return mx.concatenate([coded, exact], axis=-1)[:, None]
+
+
+@functools.lru_cache(maxsize=512)
+def _steady(blocks: Blocks) -> Blocks:
+    return attrs.evolve(blocks, steady=True)
 
 
 def _along_batch(x: mx.array, like: mx.array) -> mx.array:

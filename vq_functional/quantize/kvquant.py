@@ -8,6 +8,7 @@ ranges, and levels are those for normal numbers; keys are held as they come
 unless `rope` is given; exact numbers have a fixed number of slots a row.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -143,6 +144,11 @@ class KVQuantTables:
     def arrays(self) -> dict[str, mx.array]:
         """The arrays by name: options of `kvquant`, and what a file can hold."""
         return attrs.asdict(self)
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, mx.array]) -> "KVQuantTables":
+        """Inverse of `arrays`."""
+        return cls(**arrays)
 
 
 def kvquant_calibrate(

@@ -8,6 +8,7 @@ search, token by token and group by group, about their middle; the numbers that
 a group shares take 16 bits unless `fp8`; there are no codes of 1.5 bits.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -131,6 +132,11 @@ class SKVQTables:
     def arrays(self) -> dict[str, mx.array]:
         """The arrays by name: options of `skvq`, and what a file can hold."""
         return attrs.asdict(self)
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, mx.array]) -> "SKVQTables":
+        """Inverse of `arrays`."""
+        return cls(**arrays)
 
 
 def skvq_calibrate(keys: mx.array, values: mx.array, **options: Any) -> SKVQTables:

@@ -28,15 +28,18 @@ class Units:
         tables = self.coder.tables(mx.zeros((1, heads, self.size, self.coder.dim), self.coder.dtype))
         return tuple(mx.zeros((batch, *table.shape[1:]), table.dtype) for table in tables)
 
-    def write(self, held: Rows, new: Rows, start: mx.array, end: mx.array) -> Rows:
-        """`held` with `new` from row `start` int [B] up to row `end` int [B], and nothing changed behind.
+    def write(self, held: Rows, new: Rows, start: mx.array, end: mx.array, roomy: bool = False) -> Rows:
+        """`held` with `new` from row `start` int [B] up to row `end` int [B]; what was before `start` stays.
 
-        `new` may reach past what `held` has room for, and be longer than it; rows up to `end` must fit.
+        `new` may reach past what `held` has room for, and be longer than it; rows
+        up to `end` must fit. `roomy`: all of `new` does, so that nothing need be read.
         """
         at, count = start // self.size, (end - start) // self.size
 
         def put(i: int, x: mx.array, axis: int, extent: int) -> mx.array:
             came, room = new[i].shape[axis] // extent, x.shape[axis] // extent
+            if roomy and came <= room:
+                return write_rows(x, new[i], at * extent, axis)
             width = min(came, room)
             first = mx.clip(at, 0, room - width)
             place = (first - at)[:, None] + mx.arange(width)

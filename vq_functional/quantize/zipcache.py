@@ -202,4 +202,5 @@ def zipcache(**options: Any) -> Transform:
     value = ZipCacheCodec(*o.value_bits, o.salient, o.window, 0) if o.quantize_values else PlainCodec()
     if key.classes == 1:
         return Blocks("zipcache", key, value)
-    return ZipCacheBlocks("zipcache", key, value, 0, None, Probes(o.probe_share, o.seed), o.proxy == "large_keys")
+    probes = Probes(o.probe_share, o.seed)
+    return ZipCacheBlocks("zipcache", key, value, probes=probes, large_keys=o.proxy == "large_keys")
