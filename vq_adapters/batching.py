@@ -10,14 +10,14 @@ import mlx.core as mx
 from typing_extensions import Self
 
 from vq_adapters.counted import spread
-from vq_adapters.settling import SettlingState
+from vq_adapters.sharing import SharingState
 from vq_functional.core.errors import check
 from vq_functional.core.spec import KVSpec, Layout
 from vq_functional.core.transform import Fill, Transform
 from vq_functional.core.tree import map_leaves
 
 
-class BatchedState(SettlingState):
+class BatchedState(SharingState):
     """Rows of the batch join and part as they are."""
 
     @classmethod

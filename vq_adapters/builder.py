@@ -20,6 +20,7 @@ from vq_adapters.vectors import VECTOR_CLASSES, KVCache, SlidingWindowKVCache
 from vq_functional.core.errors import check
 from vq_functional.core.spec import FLOATS, KVSpec
 from vq_functional.core.transform import Transform
+from vq_functional.crosslayer.stack import Stack
 from vq_functional.evict.engine import Evicting
 from vq_functional.methods import TABLE
 
@@ -179,10 +180,10 @@ class KVCacheBuilder:
         left = sorted({f"{row.used} ({row.reason})" for row in report(caches)})
         check(len(places) > 0, "for_model", "model", "must have a plain KVCache to replace", left)
         group = LayerGroup()
-        for index, place in enumerate(places):
+        for index, (place, stacked) in enumerate(zip(places, _stacked(config, len(places)), strict=True)):
             attention = _attention(layers[place])
             spec = _spec(attention, _dtype(layers[place]))
-            layer = Layer(index, len(places), place, spec, None if found is None else found[index])
+            layer = Layer(index, len(places), place, spec, None if found is None else found[index], *stacked)
             caches[place] = _layer_cache(config, layer, attention)
         transforms = [caches[place].transform for place in places]
         group.uneven = transforms[0].agrees or len({rows_kept(transform) for transform in transforms}) > 1
@@ -212,12 +213,25 @@ def _calibration(model: nn.Module, config: KVCacheConfig | Transform) -> list[An
     return found
 
 
+def _stacked(config: KVCacheConfig | Transform, layers: int) -> list[tuple[int, int]]:
+    """For each layer the size of the stack that it is packed with, and its place there."""
+    if isinstance(config, Stack):
+        rule = f"must be a multiple of the {config.layers} layers of a stack"
+        check(layers % config.layers == 0, config.name, "layers", rule, layers)
+        sizes = [config.layers] * (layers // config.layers)
+    else:
+        sizes = config.stacks(layers) if isinstance(config, KVCacheConfig) else [1] * layers
+    return [(size, member) for size in sizes for member in range(size)]
+
+
 def rows_kept(transform: Transform) -> int | float | None:
     """What bounds the rows that a transform holds; None where nothing does."""
     return transform.policy.budget if isinstance(transform, Evicting) else transform.window
 
 
 def _layer_cache(config: KVCacheConfig | Transform, layer: Layer, attention: nn.Module | None) -> TransformKVCache:
+    if isinstance(config, Stack) and layer.stack > 1:
+        config = config.member(layer.member)
     cache = TransformKVCache(config) if isinstance(config, Transform) else _one_layer(config.for_layer(layer))
     cache.query_heads = _number(attention, _QUERY_HEADS)
     if layer.spec is not None:

@@ -65,7 +65,7 @@ class TransformKVCache(BatchedState):
         if n:
             view = view and self.transform.written(view, n)
             self._write(keys, values, counts, lengths)
-        held_keys, held_values = self.transform.read(self._state, view)
+        held_keys, held_values = self.transform.read(self._whole_state(), view)
         if watch is not None:
             watch.tell(keys, values, held_keys, held_values)
         self._call = object()
@@ -105,19 +105,20 @@ class TransformKVCache(BatchedState):
         return coming_mask(self, N, return_array, window_size)
 
     def _attend_codes(self, queries: mx.array, scale: float, mask: Mask) -> mx.array:
+        state = self._whole_state()
         if isinstance(mask, mx.array):
             view = self._fills[0] if self._uniform() else None
-            return self.transform.attend(self._state, queries, scale, mask, view)
+            return self.transform.attend(state, queries, scale, mask, view)
         if queries.shape[2] == 1:
-            return steps(self.transform).attend(scale)(self._state, queries)
-        return self.transform.attend(self._state, queries, scale, mask)
+            return steps(self.transform).attend(scale)(state, queries)
+        return self.transform.attend(state, queries, scale, mask)
 
     # What mlx_lm's generation, prompt caches and server call
 
     @property
     def state(self) -> tuple[mx.array, ...]:
         """All arrays, and first a description of the transform and the counters as UTF-8 JSON bytes."""
-        self._settle()
+        self._settled_state()
         return persistence.pack(self)
 
     @state.setter
@@ -154,7 +155,9 @@ class TransformKVCache(BatchedState):
         if not self.is_trimmable() or self._state is None or n <= 0:
             return 0
         fresh = 0
-        if self._unsettled is not None:
+        if self.transform.place is not None:
+            self._settled_state()
+        elif self._unsettled is not None:
             fresh = min(n, self._unsettled.keys.shape[2])
             self._drop(fresh)
             self._unsettled = self._unsettled.without(fresh)
@@ -177,7 +180,7 @@ class TransformKVCache(BatchedState):
         """The rows that are held, in token order: after an evicting call fewer than that call returned."""
         self._settle()
         check(self._state is not None, self.transform.name, "keys", "are there only after an update", None)
-        return self.transform.read(self.transform.ordered(self._state), self._fills[0] if self._uniform() else None)
+        return self.transform.read(self.transform.ordered(self._whole_state()), self._fills[0] if self._uniform() else None)
 
     @property
     def keys(self) -> mx.array | None:

@@ -133,6 +133,8 @@ class Layer:
     number: int = 0  # among all layers of the model
     spec: KVSpec | None = None  # shapes of its keys and values, where the model tells
     found: Any = None  # by calibration, from the configuration's store
+    stack: int = 1  # layers whose rows are packed together with this one's, itself included
+    member: int = 0  # among these
 
 
 def check_field(method: str, field: str, value: Any) -> None:
@@ -217,10 +219,22 @@ class KVCacheConfig:
             check(one, self.method, field, "must be one value for one cache; `for_model` takes a list", value)
             known = option not in BUDGETS or not isinstance(value, str)
             check(known, self.method, field, "in bytes is for `for_model`, one value for all layers", value)
-        transform = find(self.method).build(**options, **self._placed())
+        row, place = find(self.method), self._place
+        if "stacks" in row.traits:
+            stack: Any = row.build(**options, layers=place.stack)
+            return stack.member(place.member) if place.stack > 1 else stack
+        transform = row.build(**options, **self._placed())
         if self.dtype is not None:
             transform = held_in(transform, self.dtype)
         return transform if self.sliding_window is None else in_window(transform, self.sliding_window)
+
+    def stacks(self, layers: int) -> list[int]:
+        """Sizes of the stacks of consecutive layers that are packed together; 1 for a layer that stands alone."""
+        row = find(self.method)
+        if "stacks" not in row.traits:
+            return [1] * layers
+        options: Any = row.options(**{option: getattr(self, field) for option, field in self._uses().items()})
+        return options.stacks(layers)
 
     def for_layer(self, layer: Layer) -> KVCacheConfig:
         """The configuration of one layer: its entry of each list, its own seed, its head size where known."""

@@ -33,6 +33,10 @@ class LayerGroup:
         """Make `cache` the group's cache of a layer."""
         self._members[layer] = cache
 
+    def member(self, layer: int) -> SettlingState | None:
+        """The cache of a layer, if it is there."""
+        return self._members.get(layer)
+
     def descend(self, way: Hashable, layer: int) -> LayerGroup:
         """The group of a list that is made of this one in some `way`, layer by layer, each asking once."""
         found = self._descendants.get(way)
@@ -66,7 +70,7 @@ class LayerGroup:
 
     def handed(self, layer: int, tokens: list[int]) -> Any:
         """What the leading `layer` chose in the same call; None where it did not take part."""
-        leader = self._members.get(layer)
+        leader = self.member(layer)
         if leader is not None and self._handed.get(layer, ([], None))[0] != tokens:
             leader._settle()
         seen, chosen = self._handed.get(layer, ([], None))

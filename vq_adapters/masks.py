@@ -29,7 +29,7 @@ def coming_mask(cache: TransformKVCache, n: int, return_array: bool, window: int
 def own_mask(cache: TransformKVCache, n: int) -> mx.array:
     """This layer's mask of the last call of `n` tokens, as wide as what that call returned."""
     lengths = None if cache._unsettled is None else cache._unsettled.lengths
-    mask = cache.transform.visible(cache._state, n, lengths)
+    mask = cache.transform.visible(cache._whole_state(), n, lengths)
     if not cache._uniform():
         return mask
     width, new = cache._fills[0].rows, n if n > 1 else 0

@@ -57,7 +57,7 @@ class Watch:
     def __init__(self, cache: TransformKVCache, n: int, nbytes_before: int) -> None:
         """`cache` has made room for the `n` tokens of the call, and written none of them."""
         self._cache, self._bytes = cache, nbytes_before
-        state, fill = cache._state, cache._fills[0] if cache._uniform() else None
+        state, fill = cache._whole_state(), cache._fills[0] if cache._uniform() else None
         self._positions = cache.transform.positions_after(state, n, fill)
         self._tokens = state.offset
         mx.eval(self._positions, flatten(state)[0])

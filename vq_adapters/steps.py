@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from vq_functional.core.jit import jit
 from vq_functional.core.transform import Transform
+from vq_functional.crosslayer.stack import Stack
 
 
 @attrs.frozen(eq=False)
@@ -49,3 +50,9 @@ def steps(transform: Transform) -> Steps:
         jit(observe_by_keys),
         attend,
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def settle_together(stack: Stack) -> Callable[..., Any]:
+    """Compiled end of a one-token call of all layers of a stack: of their states and the last layer's keys."""
+    return jit(stack.settle_together)

@@ -52,6 +52,7 @@ class Method:
     packs           holds codes
     chunk_invariant one-shot prefill equals any chunking, bit for bit
     attends_codes   `attend` reads codes without rebuilding keys or values
+    stacks          packs the rows of several layers together
     vectors         also serves one head, vector by vector
     window          which rows stay follows from their positions alone
     new_rows_go     the newest row competes like any other

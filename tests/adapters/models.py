@@ -14,9 +14,11 @@ from transformers import PreTrainedTokenizerFast
 
 import vq_functional as vq
 from vq_adapters import TransformKVCache
+from vq_adapters.group import LayerGroup
 from vq_functional.core.transform import Transform
 from vq_functional.core.tree import flatten
-from vq_functional.methods import TABLE
+from vq_functional.crosslayer.stack import Stack
+from vq_functional.methods import TABLE, Method
 
 VOCABULARY = 96
 CHUNK = 16  # prefill step size throughout
@@ -183,15 +185,19 @@ def _windowed(size: int) -> Transform:
     return vq.sliding_window(window_size=size, key=vq.int8_codec(), value=vq.int8_codec())
 
 
+def _stacked(row: Method) -> dict[str, int]:
+    return {"layers": 2} if "stacks" in row.traits else {}
+
+
 # Every method with options so small that short prompts evict or pack, one composition, and one window.
 TRANSFORMS: dict[str, Transform] = {
-    **{row.name: row.build(**SMALL.get(row.name, {})) for row in TABLE},
+    **{row.name: row.build(**SMALL.get(row.name, {}), **_stacked(row)) for row in TABLE},
     COMPOSED: _composed(3, **SMALL["h2o"]),
     WINDOWED: _windowed(16),
 }
 # The same with options so wide that next to nothing is lost.
 LOSSLESS: dict[str, Transform] = {
-    **{row.name: row.build(**WIDE.get(row.name, {})) for row in TABLE},
+    **{row.name: row.build(**WIDE.get(row.name, {}), **_stacked(row)) for row in TABLE},
     COMPOSED: _composed(6, **WIDE["h2o"]),
     WINDOWED: _windowed(512),
 }
@@ -233,8 +239,15 @@ def hash_text(text: str) -> int:
 
 
 def cache_list(model: nn.Module, transform: Transform) -> list[Any]:
-    """Our cache in place of each plain KVCache; what else the model makes stays."""
-    return [TransformKVCache(transform) if type(cache) is KVCache else cache for cache in make_prompt_cache(model)]
+    """Our cache in place of each plain KVCache; what else the model makes stays, and layers that are no whole stack."""
+    caches = make_prompt_cache(model)
+    places = [place for place, cache in enumerate(caches) if type(cache) is KVCache]
+    layers, group = transform.layers if isinstance(transform, Stack) else 1, LayerGroup()
+    for index, place in enumerate(places[: len(places) // layers * layers]):
+        caches[place] = TransformKVCache(transform.member(index % layers) if layers > 1 else transform)  # type: ignore
+        if layers > 1:
+            caches[place].join(group, index)
+    return caches
 
 
 def ours(caches: Sequence[Any]) -> list[TransformKVCache]:

@@ -48,7 +48,8 @@ class Subject:
 def small_options(method: Method) -> dict[str, Any]:
     """The options of a method that make it work after few tokens."""
     fields = {field.name for field in attrs.fields(method.options)}
-    return {name: value for name, value in SMALL.items() if name in fields} | OWN.get(method.name, {})
+    layers = {"layers": 2} if "stacks" in method.traits else {}
+    return {name: value for name, value in SMALL.items() if name in fields} | OWN.get(method.name, {}) | layers
 
 
 def stores() -> dict[str, vq.Store]:

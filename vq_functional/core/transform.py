@@ -69,9 +69,14 @@ class Transform:
         return False
 
     @property
+    def place(self) -> int | None:
+        """Its place among the layers that pack their rows together; None where it stands alone."""
+        return None
+
+    @property
     def in_group(self) -> bool:
         """Whether the layers of a model have something to tell each other."""
-        return self.leads or self.agrees or self.leader is not None
+        return self.leads or self.agrees or self.leader is not None or self.place is not None
 
     def init_state(self, spec: KVSpec, left_padding: mx.array | None = None) -> Any:
         """Empty state. `left_padding` int [B]: rows of the first call that are padding."""

@@ -118,7 +118,7 @@ def _max_pooled(x: mx.array, kernel: int) -> mx.array:
 
 @attrs.frozen
 class Pages:
-    """Bounds of the keys of each page; arrays [B, H, pages, D] in the dtype of keys, infinite in a page without rows."""
+    """Bounds of the keys of each page; arrays [B, H, pages, D] in the dtype of keys, infinite where no row is."""
 
     high: mx.array  # the largest number of each channel
     low: mx.array  # the smallest
@@ -195,9 +195,8 @@ class RocketKV(Evicting):
     def widen(self, state: SlotState, capacity: int) -> SlotState:
         state = super().widen(state, capacity)
         count = self._count(state.slots)
-        old = state.carry
-        high, low = extend_rows(old.high[:, :, :count], count, -mx.inf), extend_rows(old.low[:, :, :count], count, mx.inf)
-        return attrs.evolve(state, carry=Pages(high, low))
+        high, low = (x[:, :, :count] for x in (state.carry.high, state.carry.low))
+        return attrs.evolve(state, carry=Pages(extend_rows(high, count, -mx.inf), extend_rows(low, count, mx.inf)))
 
     def ordered(self, state: SlotState) -> SlotState:
         return self._paged(super().ordered(state))

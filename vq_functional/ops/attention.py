@@ -87,7 +87,8 @@ def _mask_by_kv_head(mask: mx.array, heads: int, group: int) -> mx.array:
 
 
 def _kv_heads(parts: Parts) -> int:
-    return parts[0].rows[0].shape[1]
+    # Coded rows may share their arrays between heads; exact ones, which stand last, do not.
+    return parts[-1].rows[0].shape[1]
 
 
 def _by_kv_head(queries: mx.array, heads: int) -> mx.array:

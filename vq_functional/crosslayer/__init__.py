@@ -1,0 +1,1 @@
+"""Methods that hold the rows of several layers together."""
