@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 import mlx.core as mx
@@ -19,6 +19,7 @@ from vq_adapters.group import LayerGroup
 from vq_adapters.vectors import VECTOR_CLASSES, KVCache, SlidingWindowKVCache
 from vq_functional.core.errors import check
 from vq_functional.core.spec import FLOATS, KVSpec
+from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.crosslayer.stack import Stack
 from vq_functional.evict.engine import Evicting
@@ -30,6 +31,8 @@ STANDALONE_METHODS = frozenset(method.name for method in TABLE if "vectors" in m
 _ATTENTION = ("self_attn", "attn", "attention")
 _QUERY_HEADS = ("n_heads", "num_heads", "num_attention_heads", "n_head")
 _KV_HEADS = ("n_kv_heads", "num_kv_heads", "num_key_value_heads")
+
+Config: TypeAlias = KVCacheConfig | Transform
 
 # Models whose attention takes the number of rows for the number of tokens.
 _NO_EVICTION = {
@@ -161,37 +164,50 @@ class KVCacheBuilder:
         return KVCacheFactory.create(self.config())
 
     @staticmethod
-    def for_model(model: nn.Module, config: KVCacheConfig | Transform) -> list[Any]:
+    def for_model(model: nn.Module, config: Config | Sequence[Config | None]) -> list[Any]:
         """The model's own cache list with every plain KV cache replaced.
 
         What the model made of another class stays as it is (`report` tells which
         and why), and so do latent keys and values. A transform serves all layers
-        alike. Raises QuantizerConfigError where nothing can be replaced, where a
-        list has not one entry a replaced layer, where bytes are too few, and where
-        the model can't do with fewer rows than tokens.
+        alike; a list has one configuration or transform a layer that is replaced,
+        or None for one whose rows stay exact. Raises QuantizerConfigError where
+        nothing can be replaced, where a list has not one entry a layer, where bytes
+        are too few, and where the model can't do with fewer rows than tokens.
         """
-        known = isinstance(config, (KVCacheConfig, Transform))
-        check(known, "for_model", "config", "must be a KVCacheConfig or a Transform", config)
-        found = _calibration(model, config)
+        many = isinstance(config, (list, tuple))
+        given: list[Any] = list(config) if isinstance(config, (list, tuple)) else [config]
+        configs = [rows() if many and one is None else one for one in given]
+        for one in configs:
+            known = isinstance(one, (KVCacheConfig, Transform))
+            check(known, "for_model", "config", "must be a KVCacheConfig or a Transform", one)
+        found = {id(one): _calibration(model, one) for one in configs}
         model = _language_model(model)
         caches = _own_caches(model)
         layers = _layers(model, len(caches))
         places = [i for i, entry in enumerate(caches) if _replaceable(entry, layers[i])]
         left = sorted({f"{row.used} ({row.reason})" for row in report(caches)})
         check(len(places) > 0, "for_model", "model", "must have a plain KVCache to replace", left)
-        group = LayerGroup()
-        for index, (place, stacked) in enumerate(zip(places, _stacked(config, len(places)), strict=True)):
-            attention = _attention(layers[place])
-            spec = _spec(attention, _dtype(layers[place]))
-            layer = Layer(index, len(places), place, spec, None if found is None else found[index], *stacked)
-            caches[place] = _layer_cache(config, layer, attention)
-        transforms = [caches[place].transform for place in places]
-        group.uneven = transforms[0].agrees or len({rows_kept(transform) for transform in transforms}) > 1
-        for index, place in enumerate(places):
-            if group.uneven or transforms[index].in_group:
-                caches[place].join(group, index)
-        _check_eviction(model, caches[places[0]].transform)
+        if not many:
+            configs *= len(places)
+        rule = f"must have one entry for each of the {len(places)} layers that are replaced"
+        check(len(configs) == len(places), "for_model", "config", rule, config)
+        for index, (place, one, stacked) in enumerate(zip(places, configs, _stacked(configs), strict=True)):
+            attention, tables = _attention(layers[place]), found[id(one)]
+            spec, its = _spec(attention, _dtype(layers[place])), None if tables is None else tables[index]
+            caches[place] = _layer_cache(one, Layer(index, len(places), place, spec, its, *stacked), attention)
+        _join([caches[place] for place in places])
+        for place in places:
+            _check_eviction(model, caches[place].transform)
         return caches
+
+
+def _join(caches: Sequence[TransformKVCache]) -> None:
+    """Make those a group that have something to tell each other, or hold different numbers of rows."""
+    group, transforms = LayerGroup(), [cache.transform for cache in caches]
+    group.uneven = any(one.agrees for one in transforms) or len({rows_kept(one) for one in transforms}) > 1
+    for index, cache in enumerate(caches):
+        if group.uneven or cache.transform.in_group:
+            cache.join(group, index)
 
 
 def _one_layer(config: KVCacheConfig) -> TransformKVCache:
@@ -213,15 +229,22 @@ def _calibration(model: nn.Module, config: KVCacheConfig | Transform) -> list[An
     return found
 
 
-def _stacked(config: KVCacheConfig | Transform, layers: int) -> list[tuple[int, int]]:
+def _stacked(configs: Sequence[Config]) -> list[tuple[int, int]]:
     """For each layer the size of the stack that it is packed with, and its place there."""
-    if isinstance(config, Stack):
-        rule = f"must be a multiple of the {config.layers} layers of a stack"
-        check(layers % config.layers == 0, config.name, "layers", rule, layers)
-        sizes = [config.layers] * (layers // config.layers)
-    else:
-        sizes = config.stacks(layers) if isinstance(config, KVCacheConfig) else [1] * layers
-    return [(size, member) for size in sizes for member in range(size)]
+    sizes = [_stack_sizes(one, len(configs)) for one in configs]
+    same = all(one is configs[0] for one in configs) or all(set(one) == {1} for one in sizes)
+    check(same, "for_model", "config", "must be one for all layers, where some are packed together", configs)
+    return [(size, member) for size in sizes[0] for member in range(size)]
+
+
+def _stack_sizes(config: Config, layers: int) -> list[int]:
+    if isinstance(config, KVCacheConfig):
+        return config.stacks(layers)
+    if not isinstance(config, Stack):
+        return [1] * layers
+    rule = f"must be a multiple of the {config.layers} layers of a stack"
+    check(layers % config.layers == 0, config.name, "layers", rule, layers)
+    return [config.layers] * (layers // config.layers)
 
 
 def rows_kept(transform: Transform) -> int | float | None:

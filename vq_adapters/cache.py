@@ -180,7 +180,9 @@ class TransformKVCache(BatchedState):
         """The rows that are held, in token order: after an evicting call fewer than that call returned."""
         self._settle()
         check(self._state is not None, self.transform.name, "keys", "are there only after an update", None)
-        return self.transform.read(self.transform.ordered(self._whole_state()), self._fills[0] if self._uniform() else None)
+        return self.transform.read(
+            self.transform.ordered(self._whole_state()), self._fills[0] if self._uniform() else None
+        )
 
     @property
     def keys(self) -> mx.array | None:

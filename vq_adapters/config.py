@@ -230,8 +230,8 @@ class KVCacheConfig:
 
     def stacks(self, layers: int) -> list[int]:
         """Sizes of the stacks of consecutive layers that are packed together; 1 for a layer that stands alone."""
-        row = find(self.method)
-        if "stacks" not in row.traits:
+        row = METHODS.get(self.method)
+        if row is None or "stacks" not in row.traits:
             return [1] * layers
         options: Any = row.options(**{option: getattr(self, field) for option, field in self._uses().items()})
         return options.stacks(layers)

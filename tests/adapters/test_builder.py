@@ -9,7 +9,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as mlx_cache
-from models import build
+from models import build, shared, tokens
 
 import vq_functional as vq
 from vq_adapters import (
@@ -25,6 +25,7 @@ from vq_adapters import (
     TransformKVCache,
     TurboQuantKVCache,
     TurboQuantRVQKVCache,
+    attention_hook,
     report,
 )
 from vq_adapters.builder import _head_dim
@@ -419,3 +420,38 @@ class TestReport:
 def test_standalone_methods():
     assert {method.name for method in TABLE if "vectors" in method.traits} == STANDALONE_METHODS
     assert {"turboquant_prod", "turboquant_mse", "polar", "qjl", "spectral"} >= STANDALONE_METHODS
+
+
+# One entry a layer
+
+
+def test_layers_may_have_configurations_of_their_own_or_stay_exact() -> None:
+    """The exact layer reads bit for bit, the other as the same method does in all layers."""
+    model = shared("llama")
+    config = KVCacheConfig(method="kivi", bit_width_inlier=2, residual_length=8)
+    mixed, whole = (KVCacheBuilder.for_model(model, entries) for entries in ([None, config], config))
+    plain = mlx_cache.make_prompt_cache(model)
+    ids = mx.array([tokens(60)])
+    for caches in (mixed, whole, plain):
+        mx.eval(model(ids, cache=caches))
+    assert [cache.transform.name for cache in mixed] == ["rows", "kivi"]
+    assert mx.array_equal(mixed[0].keys_and_values()[0], plain[0].state[0][:, :, :60])
+    assert mixed[1].nbytes == whole[1].nbytes < mixed[0].nbytes
+
+
+@pytest.mark.parametrize("method", ["h2o", "kivi"])
+def test_exact_layers_stand_beside_evicting_ones(method: str) -> None:
+    """With a window mask too, and a layer list of two methods."""
+    model = shared("llama")
+    entries = [None, vq.h2o(budget=16, n_sink=2, grace=4)] if method == "h2o" else [vq.kivi(residual_length=8), None]
+    caches = KVCacheBuilder.for_model(model, entries)
+    with attention_hook(model):
+        logits = [model(mx.array([tokens(40)]), cache=caches), model(mx.array([[5]]), cache=caches)]
+    assert all(mx.isfinite(x).all() for x in logits)
+    assert [cache.size() for cache in caches] == ([41, 16] if method == "h2o" else [41, 41])
+
+
+@pytest.mark.parametrize("entries", [[None, None, None], ["kivi", None], [None], []])
+def test_bad_lists_are_refused(entries: list[Any]) -> None:
+    with pytest.raises(QuantizerConfigError, match="for_model: `config` must"):
+        KVCacheBuilder.for_model(shared("llama"), entries)
