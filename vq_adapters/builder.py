@@ -16,6 +16,7 @@ from vq_adapters.cache import TransformKVCache
 from vq_adapters.classes import CLASSES
 from vq_adapters.config import KVCacheConfig, Layer, check_field
 from vq_adapters.group import LayerGroup
+from vq_adapters.rotation import rope_of
 from vq_adapters.vectors import VECTOR_CLASSES, KVCache, SlidingWindowKVCache
 from vq_functional.core.errors import check
 from vq_functional.core.spec import FLOATS, KVSpec
@@ -194,11 +195,20 @@ class KVCacheBuilder:
         for index, (place, one, stacked) in enumerate(zip(places, configs, _stacked(configs), strict=True)):
             attention, tables = _attention(layers[place]), found[id(one)]
             spec, its = _spec(attention, _dtype(layers[place])), None if tables is None else tables[index]
-            caches[place] = _layer_cache(one, Layer(index, len(places), place, spec, its, *stacked), attention)
+            layer = Layer(index, len(places), place, spec, its, rope_of(attention), *stacked)
+            caches[place] = _layer_cache(one, layer, attention)
         _join([caches[place] for place in places])
         for place in places:
             _check_eviction(model, caches[place].transform)
         return caches
+
+
+def attentions(model: nn.Module) -> list[nn.Module | None]:
+    """The attention modules of the layers that `for_model` replaces; None for one that isn't found."""
+    model = _language_model(model)
+    caches = _own_caches(model)
+    layers = _layers(model, len(caches))
+    return [_attention(layer) for entry, layer in zip(caches, layers, strict=True) if _replaceable(entry, layer)]
 
 
 def _join(caches: Sequence[TransformKVCache]) -> None:

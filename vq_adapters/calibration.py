@@ -18,6 +18,7 @@ from vq_adapters.recording import Captured, capture
 from vq_functional.codebook.spectral_basis import SpectralBasis, spectral_calibrate
 from vq_functional.codebook.vecinfer import VecInferTables, vecinfer_calibrate
 from vq_functional.core.errors import QuantizerConfigError, check, check_choice
+from vq_functional.hybrid.a2ats import A2ATSTables, a2ats_calibrate
 from vq_functional.methods import METHODS
 from vq_functional.quantize.kvquant import KVQuantTables, kvquant_calibrate
 from vq_functional.quantize.skvq import SKVQTables, skvq_calibrate
@@ -37,14 +38,16 @@ class Calibrator:
 
     find: Callable[..., Any]
     kind: Any
-    takes: tuple[str, ...]  # fields of Captured
+    takes: tuple[str, ...]  # fields of Captured, in order
+    names: tuple[str, ...] = ()  # fields of Captured that go by name
 
 
 CALIBRATORS: dict[str, Calibrator] = {
     "spectral": Calibrator(spectral_calibrate, SpectralBasis, ("keys", "values")),
     "vecinfer": Calibrator(vecinfer_calibrate, VecInferTables, ("keys", "values")),
-    "kvquant": Calibrator(kvquant_calibrate, KVQuantTables, ("keys", "values")),
+    "kvquant": Calibrator(kvquant_calibrate, KVQuantTables, ("keys", "values"), ("positions",)),
     "skvq": Calibrator(skvq_calibrate, SKVQTables, ("keys", "values")),
+    "a2ats": Calibrator(a2ats_calibrate, A2ATSTables, ("keys", "queries"), ("positions", "rope")),
 }
 
 
@@ -111,8 +114,9 @@ def load_calibration(
 def _options(method: str, row: Calibrator) -> tuple[str, ...]:
     """Options of the method's calibration, the method's own among them where it takes these."""
     parameters = list(inspect.signature(row.find).parameters.values())[len(row.takes) :]
-    named = tuple(one.name for one in parameters if one.kind is not one.VAR_KEYWORD)
-    if len(named) == len(parameters):
+    whole = all(one.kind is not one.VAR_KEYWORD for one in parameters)
+    named = tuple(one.name for one in parameters if one.kind is not one.VAR_KEYWORD and one.name not in row.names)
+    if whole:
         return named
     return named + tuple(field.name for field in attrs.fields(METHODS[method].options))
 
@@ -120,7 +124,8 @@ def _options(method: str, row: Calibrator) -> tuple[str, ...]:
 def _found(row: Calibrator, layer: Captured, options: dict[str, Any]) -> Any:
     taken = [getattr(layer, field) for field in row.takes]
     check(all(x is not None for x in taken), "calibrate", "model", "must let the attention hook see its queries", None)
-    return row.find(*taken, **options)
+    named = {name: getattr(layer, name) for name in row.names}
+    return row.find(*taken, **{**named, **options})
 
 
 def calibration_name(model_name: str, options: dict[str, Any]) -> str:

@@ -25,6 +25,7 @@ from vq_functional.core.transform import Transform
 from vq_functional.evict.engine import Evicting
 from vq_functional.evict.sliding_window import windowed
 from vq_functional.methods import METHODS, find
+from vq_functional.ops.rope import Rope
 
 Rule = Callable[[str, str, Any], None]
 Kind = TypeVar("Kind")
@@ -133,6 +134,7 @@ class Layer:
     number: int = 0  # among all layers of the model
     spec: KVSpec | None = None  # shapes of its keys and values, where the model tells
     found: Any = None  # by calibration, from the configuration's store
+    rope: Rope | None = None  # how it rotates keys, where the model tells
     stack: int = 1  # layers whose rows are packed together with this one's, itself included
     member: int = 0  # among these
 
@@ -284,10 +286,13 @@ class KVCacheConfig:
 
     def _placed(self) -> dict[str, Any]:
         """Options that say which layer of how many this is, and what was found for it, where the method has them."""
-        told = {"layer": self._place.index, "layers": self._place.count}
+        told: dict[str, Any] = {"layer": self._place.index, "layers": self._place.count}
         if self._place.found is not None:
             told[CALIBRATED[self.method]] = self._place.found
         has = options_of(self.method) if self._place.count is not None else {}
+        rope = [field for option, field in self._uses().items() if option.startswith("rope_")]
+        if rope and all(_same(getattr(self, field), DEFAULTS[field]) for field in rope):
+            told["rope"] = self._place.rope
         return {option: value for option, value in told.items() if option in has and value is not None}
 
     def _uses(self) -> dict[str, str]:

@@ -9,13 +9,15 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
-from vq_adapters.builder import KVCacheBuilder
+from vq_adapters.builder import KVCacheBuilder, attentions
 from vq_adapters.cache import TransformKVCache
 from vq_adapters.hook import attention_hook
+from vq_adapters.rotation import rope_of
 from vq_adapters.tagged import TaggedArray
 from vq_functional.core.errors import check, check_int
 from vq_functional.core.store import rows
 from vq_functional.ops.attention import Mask
+from vq_functional.ops.rope import Rope
 
 CHUNK = 512  # tokens of a text that the model reads at a time
 
@@ -27,6 +29,8 @@ class Captured:
     keys: mx.array  # [N, H, Dk], rotated as the cache gets them
     values: mx.array  # [N, H, Dv]
     queries: mx.array | None  # [N, Hq, Dk], rotated; None where the attention hook can't reach the layer
+    positions: mx.array  # int32 [N], in the token's own text
+    rope: Rope | None  # how the model rotates keys; None where that isn't known
 
 
 class RecordingKVCache(TransformKVCache):
@@ -35,7 +39,7 @@ class RecordingKVCache(TransformKVCache):
     def __init__(self, chosen: Sequence[int]) -> None:
         super().__init__(rows())
         self.chosen = chosen  # positions, rising
-        self.noted: dict[str, list[mx.array]] = {"keys": [], "values": [], "queries": []}
+        self.noted: dict[str, list[mx.array]] = {"keys": [], "values": [], "queries": [], "positions": []}
         self._picked: mx.array | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -43,6 +47,8 @@ class RecordingKVCache(TransformKVCache):
         here = [position - start for position in self.chosen if start <= position < start + keys.shape[2]]
         self._picked = mx.array(here, mx.int32) if here else None
         self._note(keys=keys, values=values)
+        if here:
+            self.noted["positions"].append(start + mx.array(here, mx.int32))
         return super().update_and_fetch(keys, values)
 
     def attend(
@@ -84,7 +90,8 @@ def capture(model: nn.Module, tokenizer: Any, texts: Sequence[Any], max_tokens: 
             here = [place - start for place in chosen if start <= place < start + len(ids)]
             read.append(_read(model, ids, here))
             start += len(ids)
-    return [_joined(recorders) for recorders in zip(*read, strict=True)]
+    ropes = [rope_of(attention) for attention in attentions(model)]
+    return [_joined(recorders, rope) for recorders, rope in zip(zip(*read, strict=True), ropes, strict=True)]
 
 
 def _read(model: nn.Module, ids: list[int], chosen: list[int]) -> list[RecordingKVCache]:
@@ -99,13 +106,13 @@ def _read(model: nn.Module, ids: list[int], chosen: list[int]) -> list[Recording
     return recorders
 
 
-def _joined(recorders: Sequence[RecordingKVCache]) -> Captured:
+def _joined(recorders: Sequence[RecordingKVCache], rope: Rope | None) -> Captured:
     """What the recorders of one layer noted, text after text."""
     noted = {field: [x for recorder in recorders for x in recorder.noted[field]] for field in recorders[0].noted}
     found = {field: mx.concatenate(arrays) if arrays else None for field, arrays in noted.items()}
     mx.eval([x for x in found.values() if x is not None])
     seen = found["queries"] is not None and found["queries"].shape[0] == found["keys"].shape[0]  # type: ignore[union-attr]
-    return Captured(found["keys"], found["values"], found["queries"] if seen else None)  # type: ignore[arg-type]
+    return Captured(**{**found, "queries": found["queries"] if seen else None, "rope": rope})  # type: ignore[arg-type]
 
 
 def _token_ids(tokenizer: Any, text: Any) -> list[int]:

@@ -18,9 +18,12 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 import vq_functional as vq
 from vq_adapters import KVCacheBuilder, KVCacheConfig, QuantizerConfigError, TransformKVCache, calibration, recording
 from vq_adapters.artifacts import FileArtifactStore
+from vq_adapters.builder import attentions
 from vq_adapters.calibration import CALIBRATORS, Captured, calibrate, capture, fingerprint, load_calibration
+from vq_adapters.rotation import rope_of
 from vq_functional.codebook.spectral import spectral
 from vq_functional.codebook.spectral_basis import SpectralBasis, spectral_calibrate
+from vq_functional.ops.rope import Rope
 
 NAME = "scaled_dot_product_attention"
 TEXTS = [tokens(40, seed) for seed in range(3)]
@@ -178,7 +181,8 @@ def test_one_artifact_a_layer(method: str) -> None:
     row = CALIBRATORS[method]
     assert len(found) == 2 and all(isinstance(artifact, row.kind) for artifact in found)
     for artifact, layer in zip(found, capture(model, None, TEXTS, 100), strict=True):
-        assert same(artifact, row.find(*(getattr(layer, field) for field in row.takes)))
+        named = {field: getattr(layer, field) for field in row.names}
+        assert same(artifact, row.find(*(getattr(layer, field) for field in row.takes), **named))
         assert same(row.kind.from_arrays(artifact.arrays()), artifact)
 
 
@@ -304,3 +308,38 @@ def test_caches_with_calibrated_axes_go_on_from_their_state() -> None:
     merged = TransformKVCache.merge([back[0], caches[0]])
     assert merged.nbytes == 2 * back[0].nbytes
     assert mx.array_equal(forced(model, back, [[7], [9, 11]]), forced(model, caches, [[7], [9, 11]]))
+
+
+# Rotation
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "phi3"])
+def test_the_rotation_of_a_model_is_found(architecture: str) -> None:
+    """What is captured, rotated back and forth, is what the model's own module makes of it."""
+    for layer, attention in zip(
+        capture(shared(architecture), None, TEXTS, 30), attentions(shared(architecture)), strict=True
+    ):
+        keys = layer.keys[:5].swapaxes(0, 1)[None]
+        assert layer.rope is not None and attention is not None
+        turned = layer.rope.apply(keys, mx.arange(7, 12))
+        np.testing.assert_allclose(np.array(turned), np.array(attention.rope(keys, offset=7)), atol=1e-4)
+
+
+def test_frequencies_of_a_scaled_rotation_are_found() -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+    attention = attentions(build("llama", rope_scaling=scaling))[0]
+    assert attention is not None
+    found, x = rope_of(attention), mx.random.normal((1, 2, 6, 32), key=mx.random.key(3))
+    assert found is not None
+    turned = found.apply(x, mx.arange(100, 106))
+    np.testing.assert_allclose(np.array(turned), np.array(attention.rope(x, offset=100)), atol=1e-4)
+
+
+def test_a2ats_takes_the_rotation_of_the_model_unless_told_another() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = build("llama", rope_theta=123.0)
+        own = KVCacheBuilder.for_model(model, KVCacheConfig(method="a2ats", head_dim=32))
+        told = KVCacheBuilder.for_model(model, KVCacheConfig(method="a2ats", head_dim=32, a2ats_rope_base=77.0))
+    assert own[0].transform.options.rotation(32) == Rope(32, base=123.0)
+    assert told[0].transform.options.rotation(32).base == 77.0

@@ -120,7 +120,7 @@ class A2ATS(Transform):
 
     def far_queries(self, queries: mx.array, positions: mx.array) -> mx.array:
         """`queries` [B, Hq, S, D] of `positions` int [B, S], turned as they meet un-rotated keys far away."""
-        return self.options.rope(queries.shape[3]).apply(queries, self.options.b - positions)
+        return self.options.rotation(queries.shape[3]).apply(queries, self.options.b - positions)
 
     def positions(self, held: A2ATSState) -> mx.array:
         return self.store.positions(held.held)
@@ -160,7 +160,7 @@ class A2ATS(Transform):
     def _coded(self, held: RowState, keys: mx.array, positions: mx.array) -> Rows:
         """Codes of new `keys` at `positions` int [B, S]; without a codebook none of rows that all tokens attend to."""
         finite = mx.where(mx.isfinite(keys), keys, 0).astype(mx.float32)
-        bare = self.options.rope(keys.shape[3]).undo(finite, positions)
+        bare = self.options.rotation(keys.shape[3]).undo(finite, positions)
         codes = self.options.codes(held.layout.key_dim)
         if self.options.codebook is not None:
             return codes.encode(bare)
@@ -175,7 +175,7 @@ class A2ATS(Transform):
             return mx.array(0.0)
         vectors = self.store.coders(held.layout)[0].decode(keys).astype(mx.float32)
         positions = mx.arange(vectors.shape[2])
-        bare = self.options.rope(vectors.shape[3]).undo(vectors, positions)
+        bare = self.options.rotation(vectors.shape[3]).undo(vectors, positions)
         real = (positions < held.offset[:, None])[:, None, :, None] & mx.isfinite(bare)
         return mx.where(real, bare, 0).sum(axis=2, keepdims=True) / mx.maximum(real.sum(axis=2, keepdims=True), 1)
 
@@ -203,7 +203,7 @@ class A2ATS(Transform):
         """Keys of columns `index` [B, H, K]; those outside the window at distance `b` from the newest token."""
         vectors, last = decode(keys), held.offset[:, None, None] - 1
         turn = mx.where(last - index >= self.options.window, last - self.options.b - index, 0)
-        moved = self.options.rope(vectors.shape[3]).apply(vectors, turn)
+        moved = self.options.rotation(vectors.shape[3]).apply(vectors, turn)
         return (Part(bind(PlainCodec(), moved.shape[3], moved.dtype), (moved,), moved.shape[2]),)
 
     def _seen(self, held: A2ATSState, mask: Mask) -> mx.array:
@@ -252,7 +252,7 @@ def a2ats_calibrate(
     positions = mx.arange(count) if positions is None else positions
     check(positions.shape == (count,), method, "positions", f"must be [{count}]", positions.shape)
     bare, far = (x.astype(mx.float32).swapaxes(0, 1)[None] for x in (keys, queries))
-    bare, far = o.rope(dim).undo(bare, positions), o.rope(dim).apply(far, o.b - positions)
+    bare, far = o.rotation(dim).undo(bare, positions), o.rotation(dim).apply(far, o.b - positions)
     moment = query_moment(on_host(far.reshape(heads, -1, dim)), o.sub_dim)
     weight = moment if o.use_query_aware else None
     codebook = fitted_codebook(on_host(bare[0]), weight, o.sub_dim, 2**o.codebook_bits, rounds, o.seed)

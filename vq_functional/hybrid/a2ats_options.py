@@ -26,7 +26,7 @@ class A2ATSOptions:
 
     A token attends to the `window` newest rows, itself included, to the first
     `n_sink`, and to `retrieval_fraction` of all rows among the others, which
-    are scored at distance `b`. `rope_*` say how the model rotates keys.
+    are scored at distance `b`. `rope`, or `rope_*` without it, say how the model rotates keys.
     `codebook` and `query_h` are what `a2ats_calibrate` finds; `use_query_aware`
     weighs errors by `query_h`, or without one weighs differences in length less
     by `beta`. `far_rope` "constant" attends at distance `b` too. `proxy`
@@ -48,6 +48,7 @@ class A2ATSOptions:
     n_sink: int = 8
     rope_dims: int | None = None
     rope_traditional: bool = False
+    rope: Rope | None = None
     far_rope: str = "exact"
     proxy: str | None = None
     seed: int = 42
@@ -67,6 +68,7 @@ class A2ATSOptions:
         self._check_tables()
 
     def _check_rope(self) -> None:
+        check(self.rope is None or isinstance(self.rope, Rope), "a2ats", "rope", "must be a Rope", self.rope)
         check_number("a2ats", "rope_base", self.rope_base, 0)
         if self.rope_dims is not None:
             check_int("a2ats", "rope_dims", self.rope_dims, 2)
@@ -98,7 +100,7 @@ class A2ATSOptions:
         """Rows that a token attends to."""
         return Reach.of(self.window, self.n_sink, self.retrieval_fraction)
 
-    def rope(self, dim: int) -> Rope:
+    def rotation(self, dim: int) -> Rope:
         """How the model rotates keys of `dim` numbers."""
         return _rope(self, dim)
 
@@ -113,7 +115,8 @@ class A2ATSOptions:
         dim, heads = layout.key_dim, layout.kv_heads
         check(dim % self.sub_dim == 0, "a2ats", "sub_dim", f"must divide the head size {dim}", self.sub_dim)
         check(dim % 2 == 0, "a2ats", "head_dim", "must be even", dim)
-        check((self.rope_dims or dim) <= dim, "a2ats", "rope_dims", f"must be at most {dim}", self.rope_dims)
+        dims, field = (self.rope_dims, "rope_dims") if self.rope is None else (self.rope.dims, "rope")
+        check((dims or dim) <= dim, "a2ats", field, f"must rotate at most {dim} numbers", dims)
         places = dim // self.sub_dim
         for field in ("codebook", "query_h"):
             table = getattr(self, field)
@@ -124,6 +127,8 @@ class A2ATSOptions:
 
 @functools.lru_cache(maxsize=256)
 def _rope(o: A2ATSOptions, dim: int) -> Rope:
+    if o.rope is not None:
+        return o.rope
     scaling = None if o.rope_scaling is None else dict(o.rope_scaling)
     return scaled_rope(o.rope_dims or dim, o.rope_base, traditional=o.rope_traditional, scaling=scaling)
 
