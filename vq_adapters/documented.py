@@ -66,17 +66,6 @@ UNBUILT: dict[str, dict[str, Any]] = {
         "max_ctx": 8192,
     },
     "kvtc": {"bit_budget": 512, "bit_choices": (0, 1, 2, 3, 4, 6, 8), "beta": 3.5},
-    "amc": {
-        "k_high": 0.2,
-        "k_mid": 0.3,
-        "use_query_saliency": False,
-        "query_alpha": 0.5,
-        "adaptive_thresholds": False,
-        "threshold_window": 64,
-        "gamma": 0.1,
-        "calib_variance": None,
-        "group_size": 32,
-    },
     "anchorkv": {"theta": 0.05, "window": 32, "rho": 0.7, "anchor_frac": 0.0078125, "residual_bits": 2, "seed": 42},
 }
 

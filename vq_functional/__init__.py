@@ -36,6 +36,7 @@ from vq_functional.evict.squeeze import squeeze, squeeze_policy
 from vq_functional.evict.streaming_llm import streaming_llm, streaming_llm_policy
 from vq_functional.evict.tova import tova, tova_policy
 from vq_functional.hybrid.a2ats import a2ats, a2ats_calibrate
+from vq_functional.hybrid.amc import amc, amc_calibrate
 from vq_functional.hybrid.rocketkv import rocketkv, rocketkv_policy
 from vq_functional.methods import METHODS
 from vq_functional.quantize.adakv import adakv
@@ -68,6 +69,8 @@ __all__ = [
     "adakv",
     "affine_codec",
     "age_tiered",
+    "amc",
+    "amc_calibrate",
     "blocks",
     "cachegen",
     "cam",

@@ -30,6 +30,7 @@ from vq_functional.evict.squeeze import SqueezeAttentionOptions, squeeze
 from vq_functional.evict.streaming_llm import StreamingLLMOptions, streaming_llm
 from vq_functional.evict.tova import TOVAOptions, tova
 from vq_functional.hybrid.a2ats import A2ATSOptions, a2ats
+from vq_functional.hybrid.amc import AMCOptions, amc
 from vq_functional.hybrid.rocketkv import RocketKVOptions, rocketkv
 from vq_functional.quantize.adakv import AdaKVOptions, adakv
 from vq_functional.quantize.age_tiered import AgeTieredKVOptions, age_tiered
@@ -118,6 +119,7 @@ TABLE = (
     _row("nsnquant", NSNQuantOptions, nsnquant, "2505.18231", f"{_CODES} chunk_means"),
     _row("cachegen", CacheGenOptions, cachegen, "2310.07240", _CODES),
     _row("gear", GEAROptions, gear, "2403.05527", _CODES),
+    _row("amc", AMCOptions, amc, "2607.10109", f"{_CODES} uses_queries classes"),
 )
 
 METHODS = {method.name: method for method in TABLE}

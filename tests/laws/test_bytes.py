@@ -118,7 +118,7 @@ def sink_group_bytes(capacity: int, heads: int, sinks: int = 5) -> int:
     return grouped_bytes(capacity, heads) + sinks * (heads * 2 * DIM * 2 + 8) + 4
 
 
-def tiered_bytes(capacity: int, heads: int, recent: int = 128, mid: int = 1024, group: int = 32) -> int:
+def tiered_bytes(capacity: int, heads: int, recent: int = 32, mid: int = 64, group: int = 32) -> int:
     """Room at 8 bits, at 4 and at 2, each with a low end and a range a group; the exact group; four counters."""
     rooms = {8: recent, 4: mid - recent, 2: capacity}
     coded = sum(2 * DIM * (words(rows, bits) + 4 * rows // group) for bits, rows in rooms.items())
@@ -173,6 +173,14 @@ def cachegen_bytes(capacity: int, heads: int, bits: int = 4, group: int = 32, re
 
 
 EIGHT_BITS = words(DIM, 8) + 2
+def amc_bytes(capacity: int, heads: int, window: int = 32, residual: int = 32, sinks: int = 4) -> int:
+    """Exact rows, 48 channels at 8 bits or at 4, block means; slots; orders; the exact window, with queries; sinks."""
+    high, mid = math.ceil(0.2 * window), math.ceil(0.3 * window)
+    side = high * 2 * DIM + mid * (48 + 4) + (window - high - mid) * (24 + 4) + 2 * DIM
+    exact = (window + residual) * 3 * DIM * 2 + sinks * 2 * DIM * 2
+    return heads * (capacity // window * (2 * side + window) + 2 * 2 * DIM + exact) + sinks * 8 + 4 + 8
+
+
 FORMULAS = {
     "spectral": row_bytes(words(DIM, 2) + 4 + 3, words(DIM, 2) + 4),
     "kivi": grouped_bytes,
@@ -195,6 +203,7 @@ FORMULAS = {
     "nsnquant": nsnquant_bytes,
     "cachegen": cachegen_bytes,
     "gear": gear_bytes,
+    "amc": amc_bytes,
 }
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import attrs
 import mlx.core as mx
 import pytest
-from common import SPEC, Subject, assert_same, keys_and_values, over, same_array, small_options, spans
 
 import vq_functional as vq
+from laws.common import SPEC, Subject, assert_same, keys_and_values, over, same_array, small_options, spans
 from vq_adapters import TransformKVCache
 from vq_adapters.group import LayerGroup
 from vq_functional.crosslayer.stack import Stack
