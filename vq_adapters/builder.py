@@ -269,7 +269,7 @@ def _layer_cache(config: KVCacheConfig | Transform, layer: Layer, attention: nn.
     cache.query_heads = _number(attention, _QUERY_HEADS)
     if layer.spec is not None:
         # Refuses a head size at once, and makes the tables in this thread.
-        cache.transform.init_state(attrs.evolve(layer.spec, kv_heads=1))
+        cache.transform.init_state(layer.spec)
     return cache
 
 

@@ -19,6 +19,9 @@ from vq_functional.codebook.spectral_basis import SpectralBasis, spectral_calibr
 from vq_functional.codebook.vecinfer import VecInferTables, vecinfer_calibrate
 from vq_functional.core.errors import QuantizerConfigError, check, check_choice
 from vq_functional.hybrid.a2ats import A2ATSTables, a2ats_calibrate
+from vq_functional.hybrid.amc import amc_calibrate
+from vq_functional.hybrid.amc_options import AMCBasis
+from vq_functional.lowrank.svdq_basis import SVDqBasis, svdq_calibrate
 from vq_functional.methods import METHODS
 from vq_functional.quantize.kvquant import KVQuantTables, kvquant_calibrate
 from vq_functional.quantize.skvq import SKVQTables, skvq_calibrate
@@ -47,6 +50,8 @@ CALIBRATORS: dict[str, Calibrator] = {
     "vecinfer": Calibrator(vecinfer_calibrate, VecInferTables, ("keys", "values")),
     "kvquant": Calibrator(kvquant_calibrate, KVQuantTables, ("keys", "values"), ("positions",)),
     "skvq": Calibrator(skvq_calibrate, SKVQTables, ("keys", "values")),
+    "svdq": Calibrator(svdq_calibrate, SVDqBasis, ("keys", "values")),
+    "amc": Calibrator(amc_calibrate, AMCBasis, ("keys", "values"), ("queries",)),
     "a2ats": Calibrator(a2ats_calibrate, A2ATSTables, ("keys", "queries"), ("positions", "rope")),
 }
 

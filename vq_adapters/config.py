@@ -60,8 +60,17 @@ NO_EFFECT = {
     "value_codebook": "it learns no codebook",
 }
 
-# Methods that a store may hold calibrations of, and the option that takes what is found for a layer.
-CALIBRATED = {"spectral": "basis"}
+# Methods that a store may hold calibrations of, and the option that takes what is found for a layer; None where its
+# arrays are options by name.
+CALIBRATED = {
+    "spectral": "basis",
+    "svdq": "basis",
+    "amc": "basis",
+    "vecinfer": None,
+    "kvquant": None,
+    "skvq": None,
+    "a2ats": None,
+}
 
 # Set by habit for all methods: a warning is enough.
 UNUSED = ("bit_width_inlier", "jl_dim", "residual_length")
@@ -225,7 +234,7 @@ class KVCacheConfig:
         if "stacks" in row.traits:
             stack: Any = row.build(**options, layers=place.stack)
             return stack.member(place.member) if place.stack > 1 else stack
-        transform = row.build(**options, **self._placed())
+        transform = row.build(**{**options, **self._placed()})
         if self.dtype is not None:
             transform = held_in(transform, self.dtype)
         return transform if self.sliding_window is None else in_window(transform, self.sliding_window)
@@ -288,7 +297,8 @@ class KVCacheConfig:
         """Options that say which layer of how many this is, and what was found for it, where the method has them."""
         told: dict[str, Any] = {"layer": self._place.index, "layers": self._place.count}
         if self._place.found is not None:
-            told[CALIBRATED[self.method]] = self._place.found
+            option = CALIBRATED[self.method]
+            told |= self._place.found.arrays() if option is None else {option: self._place.found}
         has = options_of(self.method) if self._place.count is not None else {}
         rope = [field for option, field in self._uses().items() if option.startswith("rope_")]
         if rope and all(_same(getattr(self, field), DEFAULTS[field]) for field in rope):

@@ -44,7 +44,6 @@ CONFIG_FIELDS: dict[str, Any] = {
 
 # Options of documented methods that the table of methods doesn't have, named as functional options.
 UNBUILT: dict[str, dict[str, Any]] = {
-    "svdq": {"rank": None, "energy_threshold": 0.95, "bit_schedule": (8, 4, 2, 1, 1, 0, 0, 0), "group_size": 32},
     "xquant": {"group_size": 2, "base_bits": 2, "residual_bits": 4, "group_quant_size": 32, "max_ctx": 8192},
     "palu": {
         "rank": None,

@@ -37,7 +37,10 @@ from vq_functional.evict.streaming_llm import streaming_llm, streaming_llm_polic
 from vq_functional.evict.tova import tova, tova_policy
 from vq_functional.hybrid.a2ats import a2ats, a2ats_calibrate
 from vq_functional.hybrid.amc import amc, amc_calibrate
+from vq_functional.hybrid.amc_options import AMCBasis
 from vq_functional.hybrid.rocketkv import rocketkv, rocketkv_policy
+from vq_functional.lowrank.svdq import svdq
+from vq_functional.lowrank.svdq_basis import SVDqBasis, svdq_calibrate
 from vq_functional.methods import METHODS
 from vq_functional.quantize.adakv import adakv
 from vq_functional.quantize.affine_rows import affine_codec
@@ -56,11 +59,13 @@ from vq_functional.quantize.zipcache import zipcache
 
 __all__ = [
     "METHODS",
+    "AMCBasis",
     "Codec",
     "KVSpec",
     "PlainCodec",
     "Policy",
     "QuantizerConfigError",
+    "SVDqBasis",
     "SpectralBasis",
     "Store",
     "Transform",
@@ -129,6 +134,8 @@ __all__ = [
     "squeeze_policy",
     "streaming_llm",
     "streaming_llm_policy",
+    "svdq",
+    "svdq_calibrate",
     "tova",
     "tova_policy",
     "turboquant_mse",

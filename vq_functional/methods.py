@@ -30,8 +30,10 @@ from vq_functional.evict.squeeze import SqueezeAttentionOptions, squeeze
 from vq_functional.evict.streaming_llm import StreamingLLMOptions, streaming_llm
 from vq_functional.evict.tova import TOVAOptions, tova
 from vq_functional.hybrid.a2ats import A2ATSOptions, a2ats
-from vq_functional.hybrid.amc import AMCOptions, amc
+from vq_functional.hybrid.amc import amc
+from vq_functional.hybrid.amc_options import AMCOptions
 from vq_functional.hybrid.rocketkv import RocketKVOptions, rocketkv
+from vq_functional.lowrank.svdq import SVDqOptions, svdq
 from vq_functional.quantize.adakv import AdaKVOptions, adakv
 from vq_functional.quantize.age_tiered import AgeTieredKVOptions, age_tiered
 from vq_functional.quantize.cachegen import CacheGenOptions, cachegen
@@ -120,6 +122,7 @@ TABLE = (
     _row("cachegen", CacheGenOptions, cachegen, "2310.07240", _CODES),
     _row("gear", GEAROptions, gear, "2403.05527", _CODES),
     _row("amc", AMCOptions, amc, "2607.10109", f"{_CODES} uses_queries classes"),
+    _row("svdq", SVDqOptions, svdq, "2502.15304", _CODES),
 )
 
 METHODS = {method.name: method for method in TABLE}

@@ -135,6 +135,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "cachegen": {"residual_length": 8},
     "gear": {"residual_length": 8},
     "amc": {"threshold_window": 32, "rank_mid": 24, "rank_low": 24, "use_query_saliency": True},
+    "svdq": {"n_fit": 32, "residual_length": 8},
 }
 WIDE: dict[str, dict[str, Any]] = {
     "streaming_llm": {"window_size": 512},
@@ -173,6 +174,7 @@ WIDE: dict[str, dict[str, Any]] = {
     "gear": {"residual_length": 512},
     "a2ats": {"retrieval_fraction": 1.0},
     "amc": {"residual_length": 512},
+    "svdq": {"residual_length": 512},
 }
 COMPOSED = "h2o over turboquant_mse"
 WINDOWED = "sliding_window over int8"

@@ -28,10 +28,11 @@ from vq_adapters import (
     attention_hook,
     report,
 )
-from vq_adapters.builder import _head_dim
+from vq_adapters.builder import _head_dim, _join, _stacked, attentions
 from vq_adapters.classes import CLASSES
 from vq_adapters.config import Layer
 from vq_adapters.documented import UNBUILT
+from vq_adapters.rotation import rope_of
 from vq_functional.methods import METHODS, TABLE
 
 H2O = KVCacheConfig(method="h2o", options=H2OOptions(h2o_budget=16, h2o_n_sink=2, h2o_grace=4))
@@ -212,8 +213,12 @@ class TestForModel:
         """The caches are those that the configuration's transforms make, one layer after the other."""
         model, config = build("llama"), KVCacheConfig(method=method, spectral_val_d_eff=16)
         caches = KVCacheBuilder.for_model(model, config)
-        layers = [Layer(index=index, count=2, number=index) for index in range(2)]
+        layers = [
+            Layer(index=index, count=2, number=index, rope=rope_of(attention), stack=stack, member=member)
+            for index, (attention, (stack, member)) in enumerate(zip(attentions(model), _stacked([config] * 2)))
+        ]
         plain = [TransformKVCache(config.for_layer(layer).transform()) for layer in layers]
+        _join(plain)
         assert [type(cache) for cache in caches] == [CLASSES.get(method, TransformKVCache)] * 2
         assert [cache.transform for cache in caches] == [cache.transform for cache in plain]
         assert mx.array_equal(run(model, caches), run(model, plain))

@@ -23,6 +23,8 @@ from vq_adapters.calibration import CALIBRATORS, Captured, calibrate, capture, f
 from vq_adapters.rotation import rope_of
 from vq_functional.codebook.spectral import spectral
 from vq_functional.codebook.spectral_basis import SpectralBasis, spectral_calibrate
+from vq_functional.core.describe import describe
+from vq_functional.core.table import Table
 from vq_functional.ops.rope import Rope
 
 NAME = "scaled_dot_product_attention"
@@ -297,6 +299,19 @@ def test_a_configuration_takes_what_its_store_holds(store: FileArtifactStore) ->
     assert mx.isfinite(log_probabilities(logits)).all()
     with pytest.raises(QuantizerConfigError, match="`model_name`"):
         KVCacheBuilder.for_model(build("llama", seed=1), config)
+
+
+@pytest.mark.parametrize("method", [name for name in CALIBRATED if name != "spectral"])
+def test_every_calibration_reaches_the_caches(method: str, store: FileArtifactStore) -> None:
+    """What the store holds for a layer is in the layer's transform."""
+    model = shared("llama")
+    found = quiet(calibrate, model, None, TEXTS, method, store=store)
+    caches = quiet(KVCacheBuilder.for_model, model, KVCacheConfig(method=method, store=store, head_dim=32))
+    for cache, artifact in zip(caches, found, strict=True):
+        described = str(describe(cache.transform))
+        for array in artifact.arrays().values():
+            assert array.ndim == 0 or str(describe(Table.of(array))) in described
+    assert mx.isfinite(log_probabilities(forced(model, caches, [TEXTS[0], [5]]))).all()
 
 
 def test_caches_with_calibrated_axes_go_on_from_their_state() -> None:

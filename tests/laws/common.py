@@ -30,6 +30,7 @@ OWN: dict[str, dict[str, Any]] = {
     "kvquant": {"n_fit": 32},
     "zipcache": {"window": 64},
     "age_tiered": {"recent_boundary": 16, "mid_boundary": 32},
+    "svdq": {"n_fit": 32},
     "amc": {"threshold_window": 32, "rank_mid": 48, "rank_low": 48, "use_query_saliency": True},
     "a2ats": {"window": 6, "n_sink": 4, "retrieval_fraction": 0.3},
 }

@@ -173,6 +173,8 @@ def cachegen_bytes(capacity: int, heads: int, bits: int = 4, group: int = 32, re
 
 
 EIGHT_BITS = words(DIM, 8) + 2
+
+
 def amc_bytes(capacity: int, heads: int, window: int = 32, residual: int = 32, sinks: int = 4) -> int:
     """Exact rows, 48 channels at 8 bits or at 4, block means; slots; orders; the exact window, with queries; sinks."""
     high, mid = math.ceil(0.2 * window), math.ceil(0.3 * window)
@@ -204,6 +206,7 @@ FORMULAS = {
     "cachegen": cachegen_bytes,
     "gear": gear_bytes,
     "amc": amc_bytes,
+    "svdq": fitted_bytes(21 + 2 * DIM, 64, 4, 2 * DIM * 40 + 4 * DIM),
 }
 
 

@@ -14,16 +14,16 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
-from vq_functional.core.codec import Rows, bind
+from vq_functional.core.codec import bind
 from vq_functional.core.errors import check, check_between, check_choice, check_int
-from vq_functional.core.spec import Layout
 from vq_functional.core.table import Table, check_table, to_table
 from vq_functional.core.transform import Transform
 from vq_functional.ops.ranges import mended
 from vq_functional.ops.rope import Rope
-from vq_functional.quantize.blocks import Blocks, BlockState, Recent
+from vq_functional.quantize.blocks import Blocks
 from vq_functional.quantize.normalised_keys import NormalisedKeys, NormalisedKeysCodec
 from vq_functional.quantize.normalised_values import NormalisedValues, NormalisedValuesCodec, token_range
+from vq_functional.quantize.positioned import PositionedBlocks
 from vq_functional.quantize.signpost_rows import SignpostCoder, Signposts
 from vq_functional.quantize.signposts import KINDS, weighted_signposts
 from vq_functional.quantize.sinks import SinkRule
@@ -114,23 +114,6 @@ class KVQuantOptions:
     def values(self) -> NormalisedValuesCodec:
         """Codec of the values."""
         return NormalisedValuesCodec(self.signposts(self.bits_v, self.v_levels))
-
-
-@attrs.frozen
-class PositionedBlocks(Blocks):
-    """Blocks whose keys are coded by their positions, which are remembered of the exact rows: int32 [B, 1, R]."""
-
-    def begin_memory(self, batch: int, heads: int) -> mx.array:
-        return mx.zeros((batch, 1, self.recent_rows), mx.int32)
-
-    def remember(self, held: BlockState, queries: mx.array, lengths: mx.array | None, proxy: bool) -> mx.array:
-        return held.coded[:, None, None] + mx.arange(held.recent.keys.shape[2], dtype=mx.int32)
-
-    def encode(self, layout: Layout, recent: Recent, tables: tuple[Rows, Rows]) -> tuple[Rows, Rows]:
-        key, value = (side.coder for side in self.sides(layout))
-        assert isinstance(key, NormalisedKeys)
-        keys = key.encode_at(recent.keys, tables[0], recent.memory[:, 0])
-        return keys, value.encode_by(recent.values, tables[1])
 
 
 @attrs.frozen(eq=False)

@@ -9,6 +9,7 @@ from vq_functional.core.table import Table
 from vq_functional.ops.ranges import mended
 from vq_functional.ops.rope import Rope
 from vq_functional.ops.vectors import TINY, to_dtype
+from vq_functional.quantize.positioned import PositionedCoder
 from vq_functional.quantize.signpost_rows import SignpostCoder, Signposts, largest
 from vq_functional.quantize.signposts import range_error
 
@@ -61,7 +62,7 @@ class NormalisedKeysCodec(Codec):
 
 
 @attrs.frozen(eq=False)
-class NormalisedKeys(SignpostCoder):
+class NormalisedKeys(SignpostCoder, PositionedCoder):
     """Behind codes and exact numbers: center and reach [B, H, S / interval, D], first positions int32 [B, 1, S / unit].
 
     Tables: center and reach float32 [B, H, D], levels float32 [B, L].

@@ -1,0 +1,1 @@
+"""Methods that hold rows in few principal directions."""
