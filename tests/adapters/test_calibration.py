@@ -301,7 +301,7 @@ def test_a_configuration_takes_what_its_store_holds(store: FileArtifactStore) ->
         KVCacheBuilder.for_model(build("llama", seed=1), config)
 
 
-@pytest.mark.parametrize("method", [name for name in CALIBRATED if name != "spectral"])
+@pytest.mark.parametrize("method", [name for name in CALIBRATORS if name != "spectral"])
 def test_every_calibration_reaches_the_caches(method: str, store: FileArtifactStore) -> None:
     """What the store holds for a layer is in the layer's transform."""
     model = shared("llama")
