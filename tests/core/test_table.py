@@ -42,3 +42,9 @@ def test_wrong_shapes_and_numbers_are_refused() -> None:
         check_table("m", "f", Table.of(mx.ones((3,))), (2,))
     with pytest.raises(vq.QuantizerConfigError, match="must be finite"):
         check_table("m", "f", Table.of(mx.array([1.0, mx.nan])), (2,))
+
+
+@pytest.mark.parametrize("value", ["x", [[1.0, 2.0], [3.0]], object()])
+def test_what_is_no_array_of_numbers_is_refused(value: object) -> None:
+    with pytest.raises(vq.QuantizerConfigError, match="table: `array` must hold numbers"):
+        to_table(value)  # type: ignore[arg-type]

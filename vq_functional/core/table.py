@@ -22,7 +22,10 @@ class Table(Described):
     @classmethod
     def of(cls, array: mx.array | np.ndarray | Iterable[float]) -> "Table":
         """The table of an array of numbers."""
-        numbers = np.array(array.astype(mx.float32)) if isinstance(array, mx.array) else np.asarray(array, np.float32)
+        try:
+            numbers = np.asarray(array.astype(mx.float32) if isinstance(array, mx.array) else array, np.float32)
+        except (TypeError, ValueError):
+            check(False, "table", "array", "must hold numbers", array)
         return cls(numbers.shape, base64.b64encode(numbers.astype("<f4").tobytes()).decode())
 
     @property

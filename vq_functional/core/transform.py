@@ -242,6 +242,7 @@ class Transform:
     ) -> None:
         """Refuse arrays that no layer's cache can take, or not one of this `layout`."""
         check(keys.ndim == 4, self.name, "keys", "must be [B, H, S, D]", keys.shape)
+        check(0 not in keys.shape[:2], self.name, "keys", "must have batch rows and heads", keys.shape)
         same = values.ndim == 4 and values.shape[:3] == keys.shape[:3]
         check(same, self.name, "values", f"must be {[*keys.shape[:3], 'Dv']}", values.shape)
         check(keys.dtype in FLOATS, self.name, "keys", "must be float16, bfloat16 or float32", keys.dtype)

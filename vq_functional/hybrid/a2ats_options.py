@@ -79,6 +79,9 @@ class A2ATSOptions:
         kind = scaling.get("type") or scaling.get("rope_type", "default")
         check_choice("a2ats", "rope_scaling", kind, ("default", "llama3"))
         check(kind == "default" or "factor" in scaling, "a2ats", "rope_scaling", "must have a `factor`", scaling)
+        for name, number in scaling.items():
+            if name not in ("type", "rope_type"):
+                check_number("a2ats", f"rope_scaling[{name}]", number, 0)
 
     def _check_tables(self) -> None:
         size, count = self.sub_dim, 2**self.codebook_bits
