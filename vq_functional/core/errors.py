@@ -47,4 +47,6 @@ def check_choice(method: str, field: str, value: Any, choices: tuple[Any, ...]) 
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Whether `value` is a plain number that a float can hold."""
+    held = isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1024)
+    return held and not isinstance(value, bool)

@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 import mlx.core as mx
+import numpy as np
 
 from vq_functional.core.describe import Described
 from vq_functional.core.errors import check, check_between, check_choice, check_int, check_number
@@ -15,6 +16,11 @@ from vq_functional.hybrid.amc_tiers import FILLS, TiersCodec
 
 TABLES = ("key_order", "value_order", "key_mean", "value_mean")
 SHARES = 1e-9  # of a row that a share of the window may miss by rounding
+
+
+def _to_float32(value: Any) -> Any:
+    """The number that a float32 array can hold, so that what is stored comes back as it was."""
+    return float(np.float32(value)) if isinstance(value, float) else value
 
 
 @attrs.frozen(kw_only=True)
@@ -28,7 +34,7 @@ class AMCBasis(Described):
     value_order: Table = attrs.field(converter=to_table)
     key_mean: Table = attrs.field(converter=to_table)
     value_mean: Table = attrs.field(converter=to_table)
-    calib_variance: float
+    calib_variance: float = attrs.field(converter=_to_float32)
 
     def __attrs_post_init__(self) -> None:
         check_number("amc", "calib_variance", self.calib_variance, 0)

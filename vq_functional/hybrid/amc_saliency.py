@@ -55,7 +55,7 @@ class Saliency(Described):
             if parts[tier].shape[-1]:
                 real = mx.where(parts[tier] > LOWEST, parts[tier], mx.inf)
                 threshold = real.min(axis=-1, keepdims=True)
-                below[tier] = parts[tier] < threshold + mx.abs(threshold) * change
+                below[tier] = (parts[tier] < threshold + mx.abs(threshold) * change) & (change > 0)
         return mx.concatenate(below, axis=-1)
 
     def variance(self, saliency: mx.array) -> mx.array:
