@@ -21,6 +21,8 @@ from vq_functional.core.errors import QuantizerConfigError, check, check_choice
 from vq_functional.hybrid.a2ats import A2ATSTables, a2ats_calibrate
 from vq_functional.hybrid.amc import amc_calibrate
 from vq_functional.hybrid.amc_options import AMCBasis
+from vq_functional.lowrank.kvtc import KVTCBasis, kvtc_calibrate
+from vq_functional.lowrank.palu import PALUBasis, palu_calibrate
 from vq_functional.lowrank.svdq_basis import SVDqBasis, svdq_calibrate
 from vq_functional.methods import METHODS
 from vq_functional.quantize.kvquant import KVQuantTables, kvquant_calibrate
@@ -50,7 +52,9 @@ CALIBRATORS: dict[str, Calibrator] = {
     "vecinfer": Calibrator(vecinfer_calibrate, VecInferTables, ("keys", "values")),
     "kvquant": Calibrator(kvquant_calibrate, KVQuantTables, ("keys", "values"), ("positions",)),
     "skvq": Calibrator(skvq_calibrate, SKVQTables, ("keys", "values")),
-    "svdq": Calibrator(svdq_calibrate, SVDqBasis, ("keys", "values")),
+    "svdq": Calibrator(svdq_calibrate, SVDqBasis, ("keys", "values"), ("positions",)),
+    "kvtc": Calibrator(kvtc_calibrate, KVTCBasis, ("keys", "values")),
+    "palu": Calibrator(palu_calibrate, PALUBasis, ("keys", "values")),
     "amc": Calibrator(amc_calibrate, AMCBasis, ("keys", "values"), ("queries",)),
     "a2ats": Calibrator(a2ats_calibrate, A2ATSTables, ("keys", "queries"), ("positions", "rope")),
 }

@@ -65,6 +65,8 @@ NO_EFFECT = {
 CALIBRATED = {
     "spectral": "basis",
     "svdq": "basis",
+    "palu": "basis",
+    "kvtc": "basis",
     "amc": "basis",
     "vecinfer": None,
     "kvquant": None,

@@ -10,6 +10,7 @@ from vq_adapters.steps import steps
 from vq_functional.core.errors import check
 from vq_functional.core.spec import KVSpec
 from vq_functional.core.transform import Fill, Transform
+from vq_functional.crosslayer.stack import Stack
 
 if TYPE_CHECKING:
     from vq_adapters.observers import QuantizationObserver
@@ -92,7 +93,7 @@ class CountedState:
         self._reserve(n)
         if self._state is not None:
             return self._state
-        return self._blank(len(self._fills), 1, *_sizes(self.transform), mx.float16, n)
+        return self._blank(len(self._fills), *_shapes(self.transform), mx.float16, n)
 
     def _blank(self, batch: int, heads: int, key_dim: int, value_dim: int, dtype: mx.Dtype, n: int) -> Any:
         spec = KVSpec(
@@ -119,11 +120,11 @@ class CountedState:
         return max(-(-self._room(n) // STEP) * STEP, 1)
 
 
-def _sizes(transform: Transform) -> tuple[int, int]:
-    """Key and value size that a state of the transform can have."""
+def _shapes(transform: Transform) -> tuple[int, int, int]:
+    """Heads, key and value size that a state of the transform can have."""
     store = getattr(transform, "store", transform)
     key, value = (getattr(getattr(store, side, None), "head_dim", None) or 128 for side in ("key", "value"))
-    return key, value
+    return transform.layers if isinstance(transform, Stack) else 1, key, value
 
 
 def spread(fills: list[Fill], rows: int) -> list[Fill]:

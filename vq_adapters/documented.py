@@ -44,17 +44,6 @@ CONFIG_FIELDS: dict[str, Any] = {
 
 # Options of documented methods that the table of methods doesn't have, named as functional options.
 UNBUILT: dict[str, dict[str, Any]] = {
-    "xquant": {"group_size": 2, "base_bits": 2, "residual_bits": 4, "group_quant_size": 32, "max_ctx": 8192},
-    "palu": {
-        "rank": None,
-        "energy_threshold": 0.9,
-        "n_head_groups": 4,
-        "hi_bit": 4,
-        "lo_bit": 2,
-        "hi_fraction": 0.25,
-        "group_size": 32,
-        "quantize_values": True,
-    },
     "minicache": {"start_frac": 0.5, "group_size": 2, "retention_threshold": 0.9, "slerp_t": 0.5, "max_ctx": 8192},
     "xkv": {
         "group_size": 2,
@@ -64,7 +53,6 @@ UNBUILT: dict[str, dict[str, Any]] = {
         "group_quant_size": 32,
         "max_ctx": 8192,
     },
-    "kvtc": {"bit_budget": 512, "bit_choices": (0, 1, 2, 3, 4, 6, 8), "beta": 3.5},
     "anchorkv": {"theta": 0.05, "window": 32, "rho": 0.7, "anchor_frac": 0.0078125, "residual_bits": 2, "seed": 42},
 }
 

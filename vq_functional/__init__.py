@@ -18,6 +18,7 @@ from vq_functional.core.spec import KVSpec
 from vq_functional.core.store import Store, rows
 from vq_functional.core.transform import Transform
 from vq_functional.core.tree import nbytes
+from vq_functional.crosslayer.xquant import xquant
 from vq_functional.evict.cam import cam, cam_policy
 from vq_functional.evict.chain import chain
 from vq_functional.evict.chunkkv import chunkkv, chunkkv_policy
@@ -39,6 +40,9 @@ from vq_functional.hybrid.a2ats import a2ats, a2ats_calibrate
 from vq_functional.hybrid.amc import amc, amc_calibrate
 from vq_functional.hybrid.amc_options import AMCBasis
 from vq_functional.hybrid.rocketkv import rocketkv, rocketkv_policy
+from vq_functional.lowrank.kvtc import KVTCBasis, kvtc, kvtc_calibrate
+from vq_functional.lowrank.kvtc_stream import kvtc_decode, kvtc_encode
+from vq_functional.lowrank.palu import PALUBasis, palu, palu_calibrate
 from vq_functional.lowrank.svdq import svdq
 from vq_functional.lowrank.svdq_basis import SVDqBasis, svdq_calibrate
 from vq_functional.methods import METHODS
@@ -62,6 +66,8 @@ __all__ = [
     "AMCBasis",
     "Codec",
     "KVSpec",
+    "KVTCBasis",
+    "PALUBasis",
     "PlainCodec",
     "Policy",
     "QuantizerConfigError",
@@ -101,6 +107,10 @@ __all__ = [
     "knorm_policy",
     "kvquant",
     "kvquant_calibrate",
+    "kvtc",
+    "kvtc_calibrate",
+    "kvtc_decode",
+    "kvtc_encode",
     "kvzip",
     "kvzip_policy",
     "morphkv",
@@ -110,6 +120,8 @@ __all__ = [
     "nestedkv_policy",
     "nsnquant",
     "nsnquant_codec",
+    "palu",
+    "palu_calibrate",
     "polar",
     "polar_codec",
     "pyramidkv",
@@ -147,5 +159,6 @@ __all__ = [
     "vecinfer",
     "vecinfer_calibrate",
     "vecinfer_codec",
+    "xquant",
     "zipcache",
 ]

@@ -14,6 +14,7 @@ from vq_functional.codebook.turboquant_rvq import TurboQuantRVQOptions, turboqua
 from vq_functional.codebook.vecinfer import VecInferOptions, vecinfer
 from vq_functional.core.errors import QuantizerConfigError
 from vq_functional.core.transform import Transform
+from vq_functional.crosslayer.xquant import XQuantOptions, xquant
 from vq_functional.evict.cam import CaMOptions, cam
 from vq_functional.evict.chunkkv import ChunkKVOptions, chunkkv
 from vq_functional.evict.curdkv import CurDKVOptions, curdkv
@@ -33,6 +34,8 @@ from vq_functional.hybrid.a2ats import A2ATSOptions, a2ats
 from vq_functional.hybrid.amc import amc
 from vq_functional.hybrid.amc_options import AMCOptions
 from vq_functional.hybrid.rocketkv import RocketKVOptions, rocketkv
+from vq_functional.lowrank.kvtc import KVTCOptions, kvtc
+from vq_functional.lowrank.palu import PALUOptions, palu
 from vq_functional.lowrank.svdq import SVDqOptions, svdq
 from vq_functional.quantize.adakv import AdaKVOptions, adakv
 from vq_functional.quantize.age_tiered import AgeTieredKVOptions, age_tiered
@@ -123,6 +126,9 @@ TABLE = (
     _row("gear", GEAROptions, gear, "2403.05527", _CODES),
     _row("amc", AMCOptions, amc, "2607.10109", f"{_CODES} uses_queries classes"),
     _row("svdq", SVDqOptions, svdq, "2502.15304", _CODES),
+    _row("xquant", XQuantOptions, xquant, "2510.11236", f"{_CODES} stacks"),
+    _row("palu", PALUOptions, palu, "2407.21118", _CODES),
+    _row("kvtc", KVTCOptions, kvtc, "2511.01815", _CODES),
 )
 
 METHODS = {method.name: method for method in TABLE}

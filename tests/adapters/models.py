@@ -136,6 +136,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "gear": {"residual_length": 8},
     "amc": {"threshold_window": 32, "rank_mid": 24, "rank_low": 24, "use_query_saliency": True},
     "svdq": {"n_fit": 32, "residual_length": 8},
+    "xquant": {"residual_length": 8},
+    "palu": {"n_fit": 64, "residual_length": 8},
+    "kvtc": {"window": 8, "n_fit": 32},
 }
 WIDE: dict[str, dict[str, Any]] = {
     "streaming_llm": {"window_size": 512},
@@ -175,6 +178,9 @@ WIDE: dict[str, dict[str, Any]] = {
     "a2ats": {"retrieval_fraction": 1.0},
     "amc": {"residual_length": 512},
     "svdq": {"residual_length": 512},
+    "xquant": {"residual_length": 512},
+    "palu": {"residual_length": 512},
+    "kvtc": {"window": 512},
 }
 COMPOSED = "h2o over turboquant_mse"
 WINDOWED = "sliding_window over int8"

@@ -19,8 +19,8 @@ def refused(rule: str, got: Any) -> Any:
 @pytest.mark.parametrize(
     ("limits", "values"),
     [
-        ({}, [-1e308, 0, 10**400, 1.5]),
-        ({"low": 1}, [1, 1.0, 10**400]),
+        ({}, [-1e308, 0, 10**300, 1.5]),
+        ({"low": 1}, [1, 1.0, 10**300]),
         ({"low": 0, "high": 1}, [0, 0.0, 0.5, 1, 1.0]),
         ({"low": -2, "high": -1.5}, [-2, -1.5]),
         ({"low": 0, "below": 1}, [0, 0.5, math.nextafter(1, 0)]),

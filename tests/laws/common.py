@@ -31,6 +31,8 @@ OWN: dict[str, dict[str, Any]] = {
     "zipcache": {"window": 64},
     "age_tiered": {"recent_boundary": 16, "mid_boundary": 32},
     "svdq": {"n_fit": 32},
+    "palu": {"n_fit": 64},
+    "kvtc": {"window": 32, "n_fit": 48},
     "amc": {"threshold_window": 32, "rank_mid": 48, "rank_low": 48, "use_query_saliency": True},
     "a2ats": {"window": 6, "n_sink": 4, "retrieval_fraction": 0.3},
 }
@@ -243,7 +245,7 @@ def held_positions(transform: Transform, run: Run) -> np.ndarray:
     """Token positions [B, H, rows] of the rows that are held, rising."""
     state = in_order(transform, run.state)
     rows = np.array(transform.positions(state))
-    rows = np.broadcast_to(rows, (rows.shape[0], flatten(run.state)[0][0].shape[1], rows.shape[2]))
+    rows = np.broadcast_to(rows, (rows.shape[0], run.state.layout.kv_heads, rows.shape[2]))
     offset = np.array(state.offset)[:, None, None]
     picked = np.where((rows >= 0) & (rows < offset), rows, np.iinfo(np.int32).max)
     return np.sort(picked, axis=-1)[..., : run.fill.rows]

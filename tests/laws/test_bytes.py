@@ -183,6 +183,23 @@ def amc_bytes(capacity: int, heads: int, window: int = 32, residual: int = 32, s
     return heads * (capacity // window * (2 * side + window) + 2 * 2 * DIM + exact) + sinks * 8 + 4 + 8
 
 
+def reused_bytes(
+    capacity: int,
+    heads: int,
+    layers: int = 2,
+    base: int = 2,
+    left: int = 4,
+    group: int = 32,
+    residual: int = 32,
+    sinks: int = 4,
+) -> int:
+    """Codes of the first layer, scales and zeros of all, residuals of the others; the exact window; sinks; counters."""
+    first, others, lines = heads // layers, heads - heads // layers, 2 * 4 * DIM // group
+    coded = first * 2 * words(DIM, base) + heads * lines + others * (2 * words(DIM, left) + lines)
+    exact = (residual + group) * heads * 2 * DIM * 2 + sinks * (heads * 2 * DIM * 2 + 8) + 4
+    return capacity * coded + exact + 8
+
+
 FORMULAS = {
     "spectral": row_bytes(words(DIM, 2) + 4 + 3, words(DIM, 2) + 4),
     "kivi": grouped_bytes,
@@ -207,6 +224,9 @@ FORMULAS = {
     "gear": gear_bytes,
     "amc": amc_bytes,
     "svdq": fitted_bytes(21 + 2 * DIM, 64, 4, 2 * DIM * 40 + 4 * DIM),
+    "xquant": reused_bytes,
+    "palu": fitted_bytes(2 * (words(32, 4) + 4), 64, 4, 4 * DIM * 33),
+    "kvtc": fitted_bytes(2 * words(DIM, 8), 48, 4, 2 * (2 * DIM * DIM + 2 * DIM + 9 * DIM)),
 }
 
 

@@ -16,7 +16,17 @@ from vq_functional.methods import TABLE, Method
 
 ROOT = Path(__file__).parents[2]
 TRAITS = {
-    *("evicts", "uses_queries", "packs", "chunk_invariant", "attends_codes", "vectors", "window", "new_rows_go"),
+    *(
+        "stacks",
+        "evicts",
+        "uses_queries",
+        "packs",
+        "chunk_invariant",
+        "attends_codes",
+        "vectors",
+        "window",
+        "new_rows_go",
+    ),
     *("one_choice", "sums_heads", "chunks", "share", "pages", "noise", "folds", "norms", "sinks"),
     *("classes", "chunk_means"),
 }

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import attrs
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vq_functional as vq
-from vq_functional.core.codec import Coder, Rows, bind
+from vq_functional.core.codec import Codec, Coder, Rows, bind
 from vq_functional.quantize.sinks import SIGNALS, Patched, SinkRule, Sinks, without_sinks
 
 HEADS, DIM, BLOCK = 2, 8, 8
@@ -213,6 +214,25 @@ def test_sinks_that_a_trim_took_back_are_sinks_no_more() -> None:
 # Whose range counts
 
 
+@attrs.frozen
+class Sharing(Codec):
+    """Neighbours that share numbers."""
+
+    shared: int
+    mixes: bool = False
+
+
+def test_where_rows_are_mixed_another_row_stands_in_for_a_sink() -> None:
+    """The first one of the group that is no sink, whole; a group of sinks alone stays."""
+    x = draw(2, HEADS, 16, DIM, seed=4)
+    sink = np.zeros((2, 16), bool)
+    sink[0, [0, 1, 5]] = sink[1, 8:16] = True
+    want = numbers(x).copy()
+    want[0][:, [0, 1, 5]] = numbers(x)[0][:, 2:3]
+    got = without_sinks(x, mx.array(sink), Sharing(8, mixes=True))
+    assert np.array_equal(numbers(got), want)
+
+
 @pytest.mark.parametrize("shared", [1, 4, 8])
 def test_sinks_are_drawn_into_the_range_of_the_others(shared: int) -> None:
     x = draw(2, HEADS, 16, DIM, seed=4)
@@ -220,7 +240,7 @@ def test_sinks_are_drawn_into_the_range_of_the_others(shared: int) -> None:
     x[0, :, 8:16] *= 50
     sink = np.zeros((2, 16), bool)
     sink[:, 3] = sink[0, 8:16] = sink[1, 9:11] = True
-    got, want = numbers(without_sinks(x, mx.array(sink), shared)), numbers(x)
+    got, want = numbers(without_sinks(x, mx.array(sink), Sharing(shared))), numbers(x)
     for b, first in ((b, first) for b in range(2) for first in range(0, 16, shared)):
         group = slice(first, first + shared)
         others = want[b, :, group][:, ~sink[b, group]]
@@ -237,7 +257,7 @@ def test_numbers_that_are_not_finite_draw_no_sink(bad: float) -> None:
     x = draw(1, HEADS, 8, DIM)
     x[:, :, 2], x[:, :, 5] = x[:, :, 2] * 100, bad
     sink = mx.arange(8)[None] == 2
-    got = numbers(without_sinks(x, sink, 8))
+    got = numbers(without_sinks(x, sink, Sharing(8)))
     others = numbers(x)[:, :, [0, 1, 3, 4, 6, 7]]
     assert (got[:, :, 2] >= others.min(axis=2)).all() and (got[:, :, 2] <= others.max(axis=2)).all()
     np.testing.assert_array_equal(np.delete(got, 2, axis=2), np.delete(numbers(x), 2, axis=2))

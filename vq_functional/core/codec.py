@@ -53,6 +53,10 @@ class Coder:
         """Weighted sums float32 [B, H, M, D] of the rows; `weights` float32 [B, H, M, S]."""
         return weights @ self.decode(rows).astype(mx.float32)
 
+    def heads(self, rows: Rows) -> int:
+        """KV heads that the rows are read as."""
+        return rows[0].shape[1]
+
     def empty(self, batch: int, heads: int, count: int, unit: int = 1) -> Rows:
         """Zeroed room for `count` rows that are encoded `unit` at a time."""
         zeros = mx.zeros((1, heads, unit, self.dim), self.dtype)
@@ -72,6 +76,7 @@ class Codec:
     values_only: bool = False
     unit: int = 1  # neighbouring rows that are packed together; where it is 1, every row stands alone
     shared: int = 1  # neighbouring rows whose numbers are chosen together
+    mixes: bool = False  # the numbers of a row with each other, before neighbours share any
     warmup: int = 0  # rows that the coder's tables are fitted to
 
     def bind(self, dim: int, dtype: mx.Dtype) -> Coder:
@@ -120,7 +125,7 @@ class Part:
     count: int
 
     def decode(self) -> mx.array:
-        batch, heads = self.rows[0].shape[:2]
+        batch, heads = self.rows[0].shape[0], self.coder.heads(self.rows)
         if 0 in (batch, self.count):
             return mx.zeros((batch, heads, self.count, self.coder.dim), self.coder.dtype)
         return self.coder.decode(self.rows)

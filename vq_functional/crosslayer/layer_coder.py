@@ -64,6 +64,10 @@ class LayerCodec(Codec):
         return self.whole.shared
 
     @property
+    def mixes(self) -> bool:  # type: ignore[override]
+        return self.whole.mixes
+
+    @property
     def warmup(self) -> int:  # type: ignore[override]
         return self.whole.warmup
 

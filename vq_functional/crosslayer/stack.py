@@ -151,6 +151,9 @@ class Member(Transform):
     def grow(self, state: Any, capacity: int) -> Any:
         return self.reader.grow(state, capacity) if self.layer == 0 else state
 
+    def widen(self, state: Any, capacity: int) -> Any:
+        return self.reader.widen(state, capacity) if self.layer == 0 else state
+
     def capacity(self, state: Any) -> int:
         """Packed rows that the state has room for; 0 where they lie with the first member."""
         return self.reader.capacity(state) if self.holds(state) else 0
@@ -193,4 +196,4 @@ def stack_sizes(layers: int, group_size: int, first: int = 0, rest_alone: bool =
 @functools.lru_cache(maxsize=1024)
 def _reader(stack: Stack, layer: int) -> Blocks:
     key, value = (LayerCodec(codec, layer, stack.layers) for codec in (stack.key, stack.value))
-    return Blocks(stack.name, key, value, stack.residual, stack.sinks)
+    return Blocks(stack.name, key, value, stack.residual, stack.sinks, stack.max_ctx)

@@ -37,6 +37,7 @@ class LatentChannelsCodec(Codec):
     given: SVDqBasis | None
     name = "latent_channels"
     keys_only = True
+    mixes = True
 
     @property
     def unit(self) -> int:  # type: ignore[override]

@@ -57,7 +57,8 @@ class BlockState:
 class Blocks(Store, Transform):
     """Keeps every token. Rows of a block may share numbers, so no policy can move them.
 
-    `residual` newest rows are exact at least; `sinks` tells which rows stay exact for good.
+    `residual` newest rows are exact at least; `sinks` tells which rows stay exact
+    for good. `max_ctx` tokens at most, where that is a number.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Blocks(Store, Transform):
     value: Codec
     residual: int = 0
     sinks: SinkRule | None = None
+    max_ctx: int | None = None
     steady: bool = False  # only for states that have tables, and room for all that a call may pack
 
     def __attrs_post_init__(self) -> None:
@@ -186,7 +188,9 @@ class Blocks(Store, Transform):
         return self._positions(state, self.recent_rows + (n if n > 1 else 0))
 
     def grow(self, state: BlockState, capacity: int) -> BlockState:
-        columns = self._columns(capacity) + self.least - self.block
+        return self.widen(state, self._columns(capacity) + self.least - self.block)
+
+    def widen(self, state: BlockState, columns: int) -> BlockState:
         if columns <= self.capacity(state):
             return state
         keys, values = (
@@ -230,6 +234,9 @@ class Blocks(Store, Transform):
         return _steady(self) if fill.coded else self
 
     def room(self, fill: Fill, n: int, count: int | None = None) -> int:
+        if self.max_ctx is not None:
+            tokens = fill.tokens + (n if count is None else count)
+            check(tokens <= self.max_ctx, self.name, "keys", f"must stay within `max_ctx` = {self.max_ctx}", tokens)
         return fill.coded + self._packed_at_once(n) if self.settles(self.written(fill, n), n) else fill.coded
 
     def capacity(self, state: BlockState) -> int:
@@ -240,7 +247,8 @@ class Blocks(Store, Transform):
 
     def overflows(self, state: BlockState, n: int) -> mx.array:
         coded = mx.maximum(state.coded, self._frontier(state.offset + n))
-        return (coded > state.coded) & (state.coded + self._packed_at_once(n) > self.capacity(state))
+        full = (coded > state.coded) & (state.coded + self._packed_at_once(n) > self.capacity(state))
+        return full if self.max_ctx is None else full | (state.offset + n > self.max_ctx)
 
     def _packed(self, held: BlockState, exact: Recent, count: int, coded: mx.array) -> BlockState:
         """The state with the first `count` rows of `exact` packed; `coded` int [B] tells how many of them count."""
@@ -251,8 +259,7 @@ class Blocks(Store, Transform):
             sinks, chosen = self.sinks.choose(sinks, recent.keys, recent.values, held.coded, coded, self.block)
             chosen = chosen & self.sinks.apart(sinks, recent.keys)
             drawn = [
-                without_sinks(x, chosen, codec.shared)
-                for x, codec in ((recent.keys, self.key), (recent.values, self.value))
+                without_sinks(x, chosen, codec) for x, codec in ((recent.keys, self.key), (recent.values, self.value))
             ]
             recent = attrs.evolve(recent, keys=drawn[0], values=drawn[1])
         tables = held.keys.tables, held.values.tables

@@ -7,7 +7,7 @@ become the sinks. One that is displaced is read through its code from then on.
 import attrs
 import mlx.core as mx
 
-from vq_functional.core.codec import Coder, Rows
+from vq_functional.core.codec import Codec, Coder, Rows
 from vq_functional.core.describe import Described
 from vq_functional.core.errors import check_choice, check_int
 from vq_functional.core.spec import KVSpec
@@ -137,14 +137,21 @@ def _size(keys: mx.array) -> mx.array:
     return norm(keys.astype(mx.float32))[..., 0].mean(axis=1)
 
 
-def without_sinks(x: mx.array, sink: mx.array, shared: int) -> mx.array:
+def without_sinks(x: mx.array, sink: mx.array, codec: Codec) -> mx.array:
     """Rows `x` [B, H, R, D] with those that are a `sink`, bool [B, R], drawn into the range of their group.
 
-    A group is `shared` neighbouring rows.
+    A group is the neighbouring rows that share numbers. Where the codec mixes the
+    numbers of a row, ranges are those of the mixed ones, and another row of the
+    group takes the sink's place.
     """
     batch, heads, count, dim = x.shape
+    shared = codec.shared
     grouped = x.reshape(batch, heads, count // shared, shared, dim)
     sink = sink.reshape(batch, 1, count // shared, shared, 1)
+    if codec.mixes:
+        first = mx.broadcast_to(mx.argmin(sink, axis=3, keepdims=True), (*grouped.shape[:3], 1, dim))
+        others = sink & ~sink.all(axis=3, keepdims=True)
+        return mx.where(others, mx.take_along_axis(grouped, first, axis=3), grouped).reshape(x.shape)
     out = sink | ~mx.isfinite(grouped)
     low = mx.where(out, mx.inf, grouped).min(axis=3, keepdims=True)
     high = mx.where(out, -mx.inf, grouped).max(axis=3, keepdims=True)
@@ -169,6 +176,9 @@ class Patched(Coder):
     @property
     def dtype(self) -> mx.Dtype:  # type: ignore[override]
         return self.inner.dtype
+
+    def heads(self, rows: Rows) -> int:
+        return rows[-2].shape[1]
 
     def decode(self, rows: Rows) -> mx.array:
         *coded, exact, column = rows

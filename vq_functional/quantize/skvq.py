@@ -16,8 +16,8 @@ import mlx.core as mx
 
 from vq_functional.core.errors import check, check_choice, check_int, check_number
 from vq_functional.core.table import Table, check_table, to_table
-from vq_functional.core.transform import Fill, Transform
-from vq_functional.quantize.blocks import Blocks, BlockState
+from vq_functional.core.transform import Transform
+from vq_functional.quantize.blocks import Blocks
 from vq_functional.quantize.clipped import CENTERS, ClippedGroupsCodec
 from vq_functional.quantize.orders import ORDERS, channel_order
 from vq_functional.quantize.sinks import SinkRule
@@ -105,23 +105,6 @@ class SKVQOptions:
         return ClippedGroupsCodec(bits, self.group_size, order, clips, center, self.fp8, self.n_fit, self.n_sink, given)
 
 
-@attrs.frozen
-class SKVQ(Blocks):
-    """Blocks with a limit of their own: `max_ctx` tokens."""
-
-    max_ctx: int | None = None
-
-    def room(self, fill: Fill, n: int, count: int | None = None) -> int:
-        if self.max_ctx is not None:
-            tokens = fill.tokens + (n if count is None else count)
-            check(tokens <= self.max_ctx, self.name, "keys", f"must stay within `max_ctx` = {self.max_ctx}", tokens)
-        return Blocks.room(self, fill, n, count)
-
-    def overflows(self, state: BlockState, n: int) -> mx.array:
-        full = Blocks.overflows(self, state, n)
-        return full if self.max_ctx is None else full | (state.offset + n > self.max_ctx)
-
-
 @attrs.frozen(eq=False)
 class SKVQTables:
     """What `skvq_calibrate` finds for one layer, under the names of the options."""
@@ -155,7 +138,7 @@ def skvq_calibrate(keys: mx.array, values: mx.array, **options: Any) -> SKVQTabl
 def skvq(**options: Any) -> Transform:
     """Clipped groups of alike channels, the first and the newest rows exact; keeps every token."""
     o = SKVQOptions(**options)
-    return SKVQ(
+    return Blocks(
         "skvq",
         key=o.codec(o.bits_k or o.bits_key, o.key_order),
         value=o.codec(o.bits_v or o.bits_value, o.value_order),

@@ -99,7 +99,7 @@ def _read(data: bytes) -> tuple[dict[str, Any], list[bytes]]:
 def _like(transform: Blocks, layout: Layout, shape: dict[str, Any]) -> tuple[tuple[mx.array, ...], Structure]:
     """Leaves, not evaluated, and structure of an empty state of the same capacity."""
     spec = KVSpec(**attrs.asdict(layout), batch=shape["batch"], capacity=1)
-    return flatten(transform.grow(transform.init_state(spec), shape["capacity"]))
+    return flatten(transform.widen(transform.init_state(spec), shape["capacity"]))
 
 
 def _packed_codes(transform: Blocks, state: BlockState) -> dict[int, CacheGenCodec]:
