@@ -44,7 +44,6 @@ CONFIG_FIELDS: dict[str, Any] = {
 
 # Options of documented methods that the table of methods doesn't have, named as functional options.
 UNBUILT: dict[str, dict[str, Any]] = {
-    "minicache": {"start_frac": 0.5, "group_size": 2, "retention_threshold": 0.9, "slerp_t": 0.5, "max_ctx": 8192},
     "xkv": {
         "group_size": 2,
         "rank": None,

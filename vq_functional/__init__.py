@@ -18,6 +18,7 @@ from vq_functional.core.spec import KVSpec
 from vq_functional.core.store import Store, rows
 from vq_functional.core.transform import Transform
 from vq_functional.core.tree import nbytes
+from vq_functional.crosslayer.minicache import minicache
 from vq_functional.crosslayer.xquant import xquant
 from vq_functional.evict.cam import cam, cam_policy
 from vq_functional.evict.chain import chain
@@ -113,6 +114,7 @@ __all__ = [
     "kvtc_encode",
     "kvzip",
     "kvzip_policy",
+    "minicache",
     "morphkv",
     "morphkv_policy",
     "nbytes",

@@ -14,6 +14,7 @@ from vq_functional.codebook.turboquant_rvq import TurboQuantRVQOptions, turboqua
 from vq_functional.codebook.vecinfer import VecInferOptions, vecinfer
 from vq_functional.core.errors import QuantizerConfigError
 from vq_functional.core.transform import Transform
+from vq_functional.crosslayer.minicache import MiniCacheOptions, minicache
 from vq_functional.crosslayer.xquant import XQuantOptions, xquant
 from vq_functional.evict.cam import CaMOptions, cam
 from vq_functional.evict.chunkkv import ChunkKVOptions, chunkkv
@@ -129,6 +130,7 @@ TABLE = (
     _row("xquant", XQuantOptions, xquant, "2510.11236", f"{_CODES} stacks"),
     _row("palu", PALUOptions, palu, "2407.21118", _CODES),
     _row("kvtc", KVTCOptions, kvtc, "2511.01815", _CODES),
+    _row("minicache", MiniCacheOptions, minicache, "2405.14366", f"{_CODES} stacks classes"),
 )
 
 METHODS = {method.name: method for method in TABLE}

@@ -139,6 +139,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "xquant": {"residual_length": 8},
     "palu": {"n_fit": 64, "residual_length": 8},
     "kvtc": {"window": 8, "n_fit": 32},
+    "minicache": {"block": 16, "residual_length": 8, "direction_bits": 8},
 }
 WIDE: dict[str, dict[str, Any]] = {
     "streaming_llm": {"window_size": 512},
@@ -181,6 +182,7 @@ WIDE: dict[str, dict[str, Any]] = {
     "xquant": {"residual_length": 512},
     "palu": {"residual_length": 512},
     "kvtc": {"window": 512},
+    "minicache": {"residual_length": 512},
 }
 COMPOSED = "h2o over turboquant_mse"
 WINDOWED = "sliding_window over int8"

@@ -200,6 +200,17 @@ def reused_bytes(
     return capacity * coded + exact + 8
 
 
+def merged_bytes(
+    capacity: int, heads: int, layers: int = 2, block: int = 32, residual: int = 32, sinks: int = 4
+) -> int:
+    """An 8-bit direction that layers share, their sizes; retained rows, places, a count, means; exact window; sinks."""
+    shared, slots = heads // layers, -(-block // 20)
+    tokens = capacity * (shared * (words(DIM, 8) + 4 * DIM // 32) + heads * 2)
+    blocks = capacity // block * (heads * (slots + 1) * 2 * DIM + shared * (slots + 1))
+    exact = (residual + block) * heads * 4 * DIM + sinks * (heads * 4 * DIM + 8) + 4
+    return 2 * (tokens + blocks) + exact + 8
+
+
 FORMULAS = {
     "spectral": row_bytes(words(DIM, 2) + 4 + 3, words(DIM, 2) + 4),
     "kivi": grouped_bytes,
@@ -227,6 +238,7 @@ FORMULAS = {
     "xquant": reused_bytes,
     "palu": fitted_bytes(2 * (words(32, 4) + 4), 64, 4, 4 * DIM * 33),
     "kvtc": fitted_bytes(2 * words(DIM, 8), 48, 4, 2 * (2 * DIM * DIM + 2 * DIM + 9 * DIM)),
+    "minicache": merged_bytes,
 }
 
 

@@ -10,7 +10,7 @@ import attrs
 import pytest
 
 import vq_functional as vq
-from vq_functional import codebook, evict, hybrid, methods, quantize
+from vq_functional import codebook, crosslayer, evict, hybrid, lowrank, quantize
 from vq_functional.core.transform import Transform
 from vq_functional.methods import TABLE, Method
 
@@ -47,7 +47,7 @@ def family(method: Method) -> str:
 
 def modules() -> Iterator[ModuleType]:
     """All modules that may hold methods."""
-    for package in (evict, quantize, codebook, hybrid):
+    for package in (evict, quantize, codebook, lowrank, crosslayer, hybrid):
         for info in pkgutil.iter_modules(package.__path__):
             yield importlib.import_module(f"{package.__name__}.{info.name}")
 
