@@ -14,5 +14,5 @@ set_up test
 check ruff check .
 check ruff format --check .
 check mypy
-check pytest "$@"
+check pytest -n auto --maxprocesses 8 "$@"
 [ -z "$failed" ] || die "$failed"

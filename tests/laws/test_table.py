@@ -10,7 +10,7 @@ import attrs
 import pytest
 
 import vq_functional as vq
-from vq_functional import codebook, crosslayer, evict, hybrid, lowrank, quantize
+from vq_functional import codebook, crosslayer, evict, hybrid, lowrank, methods, quantize
 from vq_functional.core.transform import Transform
 from vq_functional.methods import TABLE, Method
 
