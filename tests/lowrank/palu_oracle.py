@@ -148,13 +148,19 @@ def tables(coded: Any, row: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return numbers(mean)[row], numbers(basis)[row]
 
 
+def shrunk(heads: int, groups: int, dim: int, dtype: mx.Dtype) -> float:
+    """What float16 latents are held times: a power of two that their length needs."""
+    size = max(map(len, groups_of(heads, groups)))
+    return 0.5 ** (1 + math.ceil(math.log2(size * dim) / 2)) if dtype == mx.float16 else 1.0
+
+
 def check_codes(
     held: Any, x: np.ndarray, found: Any, sections: Sections, groups: int, group: int, dtype: mx.Dtype, row: int = 0
 ) -> None:
     """All that is held of the rows x [H, S, D] follows from their mean [H, D] and basis [H, D, R], `found`."""
     (mean, basis), arrays, unit = found, list(held.rows), UNIT[dtype]
     for place, members in enumerate(groups_of(len(x), groups)):
-        latents = sum((x[h] - mean[h]) @ basis[h] for h in members)
+        latents = sum((x[h] - mean[h]) @ basis[h] for h in members) * shrunk(len(x), groups, x.shape[2], dtype)
         slack, start, rest = 4e-6 * np.abs(x[members]).max() * math.sqrt(len(members)), 0, arrays
         for count, bits in sections:
             part = latents[:, start : start + count]

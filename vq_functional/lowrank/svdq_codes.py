@@ -9,6 +9,7 @@ from vq_functional.core.codec import Codec, Coder, Rows
 from vq_functional.core.errors import check
 from vq_functional.lowrank.svdq_basis import LIMIT, Plan, SVDqBasis, fitted_basis
 from vq_functional.ops.affine import Groups, dequantize, matmul, quantize
+from vq_functional.ops.low_rank import shrink
 from vq_functional.ops.packing import WORD, pack
 from vq_functional.ops.ranges import mended
 from vq_functional.ops.rope import Rope
@@ -166,8 +167,7 @@ class LatentChannels(PositionedCoder):
 
     @property
     def _shrink(self) -> float:
-        """What latents are multiplied with, so that scales and zeros are numbers of `dtype` whatever the rows are."""
-        return 0.5 ** (1 + math.ceil(math.log2(self.dim) / 2)) if self.dtype == mx.float16 else 1.0
+        return shrink(self.dim, self.dtype)
 
     def _before_rope(self, x: mx.array, position: mx.array) -> mx.array:
         """`x` [B, H, S, D] as it was before it was turned to `position` int [S] or [B, S]."""

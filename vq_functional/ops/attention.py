@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from vq_functional.core.codec import Part, PlainCoder
 from vq_functional.core.errors import check
+from vq_functional.ops.vectors import to_dtype
 
 Mask: TypeAlias = mx.array | str | None
 Parts: TypeAlias = tuple[Part, ...]
@@ -55,7 +56,7 @@ def attend(key_parts: Parts, value_parts: Parts, queries: mx.array, scale: float
     for part in value_parts:
         out = out + part.mix(flat[..., start : start + part.count])
         start += part.count
-    return out.reshape(batch, query_heads, n, -1).astype(queries.dtype)
+    return to_dtype(out.reshape(batch, query_heads, n, -1), queries.dtype)
 
 
 def masked(scores: mx.array, mask: Mask) -> mx.array:

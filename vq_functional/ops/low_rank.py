@@ -1,6 +1,7 @@
 """Low-rank parts of small matrices by power iteration; no linear algebra that leaves the compiled step."""
 
 import functools
+import math
 
 import mlx.core as mx
 import numpy as np
@@ -58,3 +59,9 @@ def start_basis(dim: int, rank: int) -> mx.array:
 
 def _length(column: mx.array) -> mx.array:
     return mx.sqrt(mx.square(column).sum(axis=-2, keepdims=True))
+
+
+def shrink(features: int, dtype: mx.Dtype) -> float:
+    """What latents of rows of so many numbers of `dtype` are multiplied with, so that they are such numbers too."""
+    # A difference of two numbers can be twice as large, and a row sqrt(features) times as long.
+    return 0.5 ** (1 + math.ceil(math.log2(features) / 2)) if dtype == mx.float16 else 1.0
