@@ -8,6 +8,7 @@ from vq_adapters.cache import TransformKVCache
 from vq_adapters.calibration import calibrate, capture
 from vq_adapters.coded_classes import KIVIKVCache, TurboQuantRVQKVCache
 from vq_adapters.config import KVCacheConfig
+from vq_adapters.crosslayer_classes import MiniCacheKVCache, XQuantKVCache
 from vq_adapters.evicting_classes import (
     CurDKVCache,
     H2OKVCache,
@@ -31,6 +32,7 @@ from vq_adapters.layered_classes import (
     PyramidKVCache,
     SqueezeAttentionCache,
 )
+from vq_adapters.lowrank_classes import KVTCKVCache, PALUKVCache, SVDqKVCache
 from vq_adapters.observers import DistortionObserver, QuantizationEvent, QuantizationObserver
 from vq_adapters.options import (
     A2ATSOptions,
@@ -75,7 +77,7 @@ from vq_adapters.prompt_classes import (
     RocketKVKVCache,
     SnapKVKVCache,
 )
-from vq_adapters.routed_classes import CacheGenKVCache, GEARKVCache, ZipCacheKVCache
+from vq_adapters.routed_classes import AMCKVCache, CacheGenKVCache, GEARKVCache, ZipCacheKVCache
 from vq_adapters.vectors import (
     KVCache,
     PolarQuantKVCache,
@@ -90,10 +92,12 @@ files.register()
 
 # The documented names of what holds the state that layers share.
 SqueezeCoordinator = ChunkKVIndexReuseCoordinator = LayerGroup
+MiniCacheCoordinator = XQuantCoordinator = XKVCoordinator = LayerGroup
 
 __all__ = [
     "STANDALONE_METHODS",
     "A2ATSOptions",
+    "AMCKVCache",
     "AMCOptions",
     "AdaKVCache",
     "AdaKVOptions",
@@ -124,6 +128,7 @@ __all__ = [
     "KVCacheConfig",
     "KVCacheFactory",
     "KVQuantOptions",
+    "KVTCKVCache",
     "KVTCOptions",
     "KVzipCache",
     "KVzipOptions",
@@ -134,12 +139,15 @@ __all__ = [
     "L2NormKVCache",
     "L2NormOptions",
     "LayerGroup",
+    "MiniCacheCoordinator",
+    "MiniCacheKVCache",
     "MiniCacheOptions",
     "MorphKVCache",
     "MorphKVOptions",
     "NSNQuantOptions",
     "NestedKVCache",
     "NestedKVOptions",
+    "PALUKVCache",
     "PALUOptions",
     "PolarQuantKVCache",
     "PyramidKVCache",
@@ -153,6 +161,7 @@ __all__ = [
     "RocketKVKVCache",
     "RocketKVOptions",
     "SKVQOptions",
+    "SVDqKVCache",
     "SVDqOptions",
     "SinkProtectedKVCache",
     "SlidingWindowKVCache",
@@ -171,7 +180,10 @@ __all__ = [
     "TurboQuantKVCache",
     "TurboQuantRVQKVCache",
     "VecInferOptions",
+    "XKVCoordinator",
     "XKVOptions",
+    "XQuantCoordinator",
+    "XQuantKVCache",
     "XQuantOptions",
     "ZipCacheKVCache",
     "ZipCacheOptions",

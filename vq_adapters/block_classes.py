@@ -34,9 +34,7 @@ class SinkProtectedKVCache(BlocksKVCache):
     @property
     def sink_fp16_bytes(self) -> int:
         """Bytes of the exact keys and values of sinks."""
-        rule = cast(Blocks, self.transform).sinks
-        count = 0 if rule is None else sum(min(rule.count, fill.coded) for fill in self._counts_now())
-        return self._as_came(self._heads() * count, "key_dim", "value_dim")
+        return self._sinks()
 
 
 class KittyKVCache(BlocksKVCache):

@@ -2,6 +2,7 @@
 
 from vq_adapters.block_classes import AdaKVCache, AgeTieredKVCache, KittyKVCache, SinkProtectedKVCache
 from vq_adapters.coded_classes import KIVIKVCache, TurboQuantRVQKVCache
+from vq_adapters.crosslayer_classes import MiniCacheKVCache, XQuantKVCache
 from vq_adapters.evicting_classes import (
     CurDKVCache,
     H2OKVCache,
@@ -20,12 +21,13 @@ from vq_adapters.layered_classes import (
     PyramidKVCache,
     SqueezeAttentionCache,
 )
+from vq_adapters.lowrank_classes import KVTCKVCache, PALUKVCache, SVDqKVCache
 from vq_adapters.method_cache import MethodKVCache
 from vq_adapters.prompt_classes import (
     RocketKVKVCache,
     SnapKVKVCache,
 )
-from vq_adapters.routed_classes import CacheGenKVCache, GEARKVCache, ZipCacheKVCache
+from vq_adapters.routed_classes import AMCKVCache, CacheGenKVCache, GEARKVCache, ZipCacheKVCache
 
 _KINDS: tuple[type[MethodKVCache], ...] = (
     StreamingLLMKVCache,
@@ -52,6 +54,12 @@ _KINDS: tuple[type[MethodKVCache], ...] = (
     ZipCacheKVCache,
     GEARKVCache,
     CacheGenKVCache,
+    AMCKVCache,
+    SVDqKVCache,
+    PALUKVCache,
+    KVTCKVCache,
+    XQuantKVCache,
+    MiniCacheKVCache,
     TurboQuantRVQKVCache,
 )
 

@@ -5,10 +5,9 @@ A class that has no more to tell than its base is its method's name and a line o
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import Any, cast
 
-from vq_adapters.method_cache import MethodKVCache, ratio
+from vq_adapters.method_cache import MethodKVCache, ratio, row_of_batch
 from vq_functional.core.transform import Transform
 from vq_functional.core.tree import flatten
 from vq_functional.quantize.blocks import Blocks
@@ -62,8 +61,19 @@ class PackedKVCache(CodedKVCache):
         if self._state is None:
             return 0
         held, columns = flatten(getattr(self._state, side).rows)[0][:arrays], self.transform.capacity(self._state)
-        room = sum(math.prod(x.shape[1:]) * x.itemsize for x in held)
+        room = sum(row_of_batch(x) for x in held)
         return sum(room * fill.coded // columns for fill in self._counts_now())
+
+    def _newest(self) -> int:
+        """Bytes of the newest keys and values, which are exact."""
+        exact = sum(fill.rows - fill.coded for fill in self._counts_now())
+        return self._as_came(self._heads() * exact, "key_dim", "value_dim")
+
+    def _sinks(self) -> int:
+        """Bytes of the exact keys and values of sinks."""
+        rule = cast(Blocks, self.transform).sinks
+        exact = 0 if rule is None else sum(min(rule.count, fill.coded) for fill in self._counts_now())
+        return self._as_came(self._heads() * exact, "key_dim", "value_dim")
 
 
 class BlocksKVCache(PackedKVCache):
@@ -72,8 +82,7 @@ class BlocksKVCache(PackedKVCache):
     @property
     def residual_fp16_bytes(self) -> int:
         """Bytes of the newest keys and values, which are exact."""
-        exact = self._heads() * sum(fill.rows - fill.coded for fill in self._counts_now())
-        return self._as_came(exact, "key_dim", "value_dim")
+        return self._newest()
 
     @property
     def assigned_avg_bits(self) -> float:
@@ -85,6 +94,41 @@ class BlocksKVCache(PackedKVCache):
         """Bytes as they came / bytes of codes and exact rows; 1.0 while empty."""
         held = self.compressed_key_bytes + self.compressed_value_bytes + self.residual_fp16_bytes
         return ratio(self.fp16_key_bytes + self.fp16_value_bytes, held)
+
+
+class FittedKVCache(PackedKVCache):
+    """Base: old rows in blocks of codes, by tables that are fitted to the first rows and counted with their codes.
+
+    Tables that were found beforehand belong to no cache and are not counted.
+    """
+
+    def _coded(self, side: str, arrays: int | None = None) -> int:
+        return super()._coded(side, arrays) + self._tables(side)
+
+    def _tables(self, side: str) -> int:
+        """Bytes of the tables of "keys" or "values", once there are codes."""
+        if self._state is None:
+            return 0
+        one = sum(row_of_batch(x) for x in getattr(self._state, side).tables)
+        return one * sum(fill.coded > 0 for fill in self._counts_now())
+
+
+class TotalKVCache(FittedKVCache):
+    """The same, with bytes of all that is held."""
+
+    @property
+    def full_seq_bytes(self) -> int:
+        """Bytes of the keys and values of all tokens, as they came."""
+        return self._as_came(self._tokens(), "key_dim", "value_dim")
+
+    @property
+    def compression_ratio(self) -> float:
+        """Bytes as they came / bytes held; 1.0 while empty."""
+        return ratio(self.full_seq_bytes, self._total())
+
+    def _total(self) -> int:
+        """Bytes of codes and tables, the newest rows and the sinks; room that is not filled is not counted."""
+        return self._coded("keys") + self._coded("values") + self._newest() + self._sinks()
 
 
 class KIVIKVCache(BlocksKVCache):

@@ -44,14 +44,6 @@ CONFIG_FIELDS: dict[str, Any] = {
 
 # Options of documented methods that the table of methods doesn't have, named as functional options.
 UNBUILT: dict[str, dict[str, Any]] = {
-    "xkv": {
-        "group_size": 2,
-        "rank": None,
-        "energy_threshold": 0.95,
-        "latent_bits": 4,
-        "group_quant_size": 32,
-        "max_ctx": 8192,
-    },
     "anchorkv": {"theta": 0.05, "window": 32, "rho": 0.7, "anchor_frac": 0.0078125, "residual_bits": 2, "seed": 42},
 }
 

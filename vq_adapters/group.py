@@ -37,6 +37,10 @@ class LayerGroup:
         """The cache of a layer, if it is there."""
         return self._members.get(layer)
 
+    def members(self) -> list[SettlingState]:
+        """The caches of all layers that are there."""
+        return list(self._members.values())
+
     def descend(self, way: Hashable, layer: int) -> LayerGroup:
         """The group of a list that is made of this one in some `way`, layer by layer, each asking once."""
         found = self._descendants.get(way)

@@ -75,6 +75,11 @@ def row_bytes(rows: Iterable[mx.array]) -> int:
     return sum(math.prod(x.shape[3:]) * x.itemsize for x in rows)
 
 
+def row_of_batch(x: mx.array) -> int:
+    """Bytes of one batch row of an array [B, ...]."""
+    return math.prod(x.shape[1:]) * x.itemsize
+
+
 def ratio(full: float, held: float) -> float:
     """`full` / `held`; 1.0 where nothing is held."""
     return full / held if held else 1.0

@@ -1,13 +1,15 @@
-"""The documented cache classes of methods whose blocks have parts of their own: zipcache, gear, cachegen."""
+"""The cache classes of methods whose blocks have parts of their own: zipcache, gear, cachegen, amc."""
 
 from __future__ import annotations
 
 import math
 from typing import Any, cast
 
-from vq_adapters.coded_classes import PackedKVCache
+from vq_adapters.coded_classes import PackedKVCache, TotalKVCache
 from vq_adapters.method_cache import ratio
 from vq_functional.core.codec import PlainCodec
+from vq_functional.hybrid.amc import AMCBlocks, tier_counts
+from vq_functional.hybrid.amc_tiers import TiersCodec
 from vq_functional.quantize.blocks import Blocks
 from vq_functional.quantize.cachegen import CacheGenCodec
 from vq_functional.quantize.cachegen_estimates import entropy_coded_bits, entropy_savings, estimated_bytes
@@ -138,3 +140,53 @@ class CacheGenKVCache(PackedKVCache):
     def _estimate(self, side: str) -> int:
         state: Any = self._settled_state()
         return 0 if state is None else estimated_bytes(cast(Blocks, self.transform), state, side)
+
+
+class AMCKVCache(TotalKVCache):
+    """Tokens in three tiers by saliency, with fewer channels and bits in lower ones (`amc_k_high`, `amc_k_mid`).
+
+    No token is given up. The newest ones, which have no tier yet, count as high. Tokens of tiers are summed over
+    all heads and batch rows.
+    """
+
+    method = "amc"
+
+    @property
+    def amc_kept_bytes(self) -> int:
+        """Bytes of the tokens that are held, those that are exact included; room that is not filled is not counted."""
+        return self._total()
+
+    @property
+    def tokens_seen(self) -> int:
+        """All heads and batch rows summed."""
+        return self._tokens()
+
+    @property
+    def tokens_kept(self) -> int:
+        """Same as `tokens_seen`."""
+        return self._tokens()
+
+    @property
+    def tokens_high(self) -> int:
+        """Tokens that read as they came. Reads back with `amc_adaptive_thresholds`."""
+        return self._tokens() - self.tokens_mid - self.tokens_low
+
+    @property
+    def tokens_mid(self) -> int:
+        """Tokens that read as 8-bit ones. Reads back with `amc_adaptive_thresholds`."""
+        return self._tiers()[1]
+
+    @property
+    def tokens_low(self) -> int:
+        """Tokens that read as 4-bit ones. Reads back with `amc_adaptive_thresholds`."""
+        return self._tiers()[2]
+
+    def _tiers(self) -> tuple[int, int, int]:
+        """Tokens in blocks, by tier."""
+        transform = cast(AMCBlocks, self.transform)
+        codec = cast(TiersCodec, transform.key)
+        if codec.lowered and self._state is not None:
+            return tier_counts(transform, self._settled_state())
+        blocks = self._heads() * sum(fill.coded for fill in self._counts_now()) // transform.block
+        high, mid, low = codec.counts
+        return blocks * high, blocks * mid, blocks * low

@@ -19,6 +19,8 @@ from vq_functional.core.store import Store, rows
 from vq_functional.core.transform import Transform
 from vq_functional.core.tree import nbytes
 from vq_functional.crosslayer.minicache import minicache
+from vq_functional.crosslayer.xkv import xkv
+from vq_functional.crosslayer.xkv_basis import XKVBasis, xkv_calibrate
 from vq_functional.crosslayer.xquant import xquant
 from vq_functional.evict.cam import cam, cam_policy
 from vq_functional.evict.chain import chain
@@ -76,6 +78,7 @@ __all__ = [
     "SpectralBasis",
     "Store",
     "Transform",
+    "XKVBasis",
     "a2ats",
     "a2ats_calibrate",
     "adakv",
@@ -161,6 +164,8 @@ __all__ = [
     "vecinfer",
     "vecinfer_calibrate",
     "vecinfer_codec",
+    "xkv",
+    "xkv_calibrate",
     "xquant",
     "zipcache",
 ]

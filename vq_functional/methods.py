@@ -15,6 +15,7 @@ from vq_functional.codebook.vecinfer import VecInferOptions, vecinfer
 from vq_functional.core.errors import QuantizerConfigError
 from vq_functional.core.transform import Transform
 from vq_functional.crosslayer.minicache import MiniCacheOptions, minicache
+from vq_functional.crosslayer.xkv import XKVOptions, xkv
 from vq_functional.crosslayer.xquant import XQuantOptions, xquant
 from vq_functional.evict.cam import CaMOptions, cam
 from vq_functional.evict.chunkkv import ChunkKVOptions, chunkkv
@@ -131,6 +132,7 @@ TABLE = (
     _row("palu", PALUOptions, palu, "2407.21118", _CODES),
     _row("kvtc", KVTCOptions, kvtc, "2511.01815", _CODES),
     _row("minicache", MiniCacheOptions, minicache, "2405.14366", f"{_CODES} stacks classes"),
+    _row("xkv", XKVOptions, xkv, "2503.18893", f"{_CODES} stacks"),
 )
 
 METHODS = {method.name: method for method in TABLE}

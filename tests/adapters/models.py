@@ -134,12 +134,13 @@ SMALL: dict[str, dict[str, Any]] = {
     "nsnquant": {"residual_length": 8},
     "cachegen": {"residual_length": 8},
     "gear": {"residual_length": 8},
-    "amc": {"threshold_window": 32, "rank_mid": 24, "rank_low": 24, "use_query_saliency": True},
+    "amc": {"threshold_window": 32, "rank_mid": 32, "rank_low": 32, "use_query_saliency": True},
     "svdq": {"n_fit": 32, "residual_length": 8},
     "xquant": {"residual_length": 8},
-    "palu": {"n_fit": 64, "residual_length": 8},
+    "palu": {"n_fit": 32, "residual_length": 8},
     "kvtc": {"window": 8, "n_fit": 32},
-    "minicache": {"block": 16, "residual_length": 8, "direction_bits": 8},
+    "minicache": {"block": 16, "residual_length": 8, "direction_bits": 8, "retained_share": 0.75},
+    "xkv": {"n_fit": 32, "residual_length": 8, "rank": 32},
 }
 WIDE: dict[str, dict[str, Any]] = {
     "streaming_llm": {"window_size": 512},
@@ -183,6 +184,7 @@ WIDE: dict[str, dict[str, Any]] = {
     "palu": {"residual_length": 512},
     "kvtc": {"window": 512},
     "minicache": {"residual_length": 512},
+    "xkv": {"residual_length": 512},
 }
 COMPOSED = "h2o over turboquant_mse"
 WINDOWED = "sliding_window over int8"
@@ -212,6 +214,13 @@ LOSSLESS: dict[str, Transform] = {
     **{row.name: row.build(**WIDE.get(row.name, {}), **_stacked(row)) for row in TABLE},
     COMPOSED: _composed(6, **WIDE["h2o"]),
     WINDOWED: _windowed(512),
+}
+# For each stack the method of one layer alone.
+ALONE: dict[Transform, Transform] = {
+    kinds[row.name]: row.build(**options.get(row.name, {}))
+    for kinds, options in ((TRANSFORMS, SMALL), (LOSSLESS, WIDE))
+    for row in TABLE
+    if "stacks" in row.traits
 }
 BY_QUERIES = {row.name for row in TABLE if "uses_queries" in row.traits} | {COMPOSED}
 TRIMMABLE = [name for name, transform in TRANSFORMS.items() if transform.trimmable]
@@ -250,16 +259,23 @@ def hash_text(text: str) -> int:
     return sum((i + 1) * ord(char) for i, char in enumerate(text)) * 1000
 
 
-def cache_list(model: nn.Module, transform: Transform) -> list[Any]:
-    """Our cache in place of each plain KVCache; what else the model makes stays, and layers that are no whole stack."""
-    caches = make_prompt_cache(model)
+def in_place(caches: list[Any], transform: Transform, kind: type[TransformKVCache] = TransformKVCache) -> list[Any]:
+    """The list with our cache in place of each plain KVCache; layers that are no whole stack stand alone."""
     places = [place for place, cache in enumerate(caches) if type(cache) is KVCache]
     layers, group = transform.layers if isinstance(transform, Stack) else 1, LayerGroup()
-    for index, place in enumerate(places[: len(places) // layers * layers]):
-        caches[place] = TransformKVCache(transform.member(index % layers) if layers > 1 else transform)  # type: ignore
-        if layers > 1:
+    whole = len(places) // layers * layers
+    for index, place in enumerate(places):
+        if isinstance(transform, Stack) and index < whole:
+            caches[place] = kind(transform.member(index % layers))
             caches[place].join(group, index)
+        else:
+            caches[place] = kind(ALONE.get(transform, transform))
     return caches
+
+
+def cache_list(model: nn.Module, transform: Transform, kind: type[TransformKVCache] = TransformKVCache) -> list[Any]:
+    """Our cache in place of each plain KVCache that the model makes; what else it makes stays."""
+    return in_place(make_prompt_cache(model), transform, kind)
 
 
 def ours(caches: Sequence[Any]) -> list[TransformKVCache]:
@@ -346,3 +362,28 @@ class FunctionalCache:
     def state(self) -> tuple[mx.array, ...]:
         """All arrays, for `mx.eval`."""
         return flatten(self.held)[0]
+
+
+class FunctionalMember(FunctionalCache):
+    """One layer of a stack, whose layers share one `group`: a list that holds the states of all."""
+
+    def __init__(self, stack: Stack, layer: int, group: list[Any]) -> None:
+        self.member, self.group, self.offset = stack.member(layer), group, 0
+        group[:] = [stack.init_group(vq.KVSpec(kv_heads=2, key_dim=32, value_dim=32, dtype=mx.float32, capacity=256))]
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        own, first = self.group[0][self.member.layer], self.group[0][0]
+        return self.member.make_mask(self.member.borrowed(own, first), N, window=window_size)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.offset += keys.shape[2]
+        self.held, self.group[0], keys, values = self.member.update_in(None, self.group[0], keys, values)
+        return keys, values
+
+
+def functional_caches(transform: Transform, layers: int) -> list[FunctionalCache]:
+    """One a layer; a stack of as many layers is one group."""
+    if not isinstance(transform, Stack):
+        return [FunctionalCache(transform) for _ in range(layers)]
+    group: list[Any] = []
+    return [FunctionalMember(transform, layer, group) for layer in range(layers)]

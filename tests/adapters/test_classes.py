@@ -127,7 +127,8 @@ class TestStatistics:
 @classes
 class TestSameClass:
     def test_same_rows_as_the_plain_class(self, kind):
-        cache, plain = kind(CONFIGS[kind]), TransformKVCache(CONFIGS[kind].transform())
+        config = CONFIGS[kind]
+        cache, plain = kind(config), TransformKVCache(config.transform(), max_tokens=config.max_tokens)
         feed(cache)
         feed(plain)
         assert leaves_equal(cache, plain)

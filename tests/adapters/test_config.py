@@ -38,6 +38,56 @@ PARAMETERS = {name: plain(default) for name, default in DOCUMENTED["parameters"]
 
 # A value other than the default for every built method's documented fields.
 OTHER: dict[str, dict[str, Any]] = {
+    "svdq": {
+        "svdq_rank": 48,
+        "svdq_energy_threshold": 0.5,
+        "svdq_bit_schedule": (4, 3, 2, 1),
+        "svdq_group_size": 64,
+    },
+    "palu": {
+        "palu_rank": 48,
+        "palu_energy_threshold": 0.5,
+        "palu_n_head_groups": 2,
+        "palu_hi_bit": 8,
+        "palu_lo_bit": 3,
+        "palu_hi_fraction": 0.5,
+        "palu_group_size": 64,
+        "palu_quantize_values": False,
+    },
+    "kvtc": {"kvtc_bit_budget": 256, "kvtc_bit_choices": (0, 2, 4, 8), "kvtc_beta": 2.5},
+    "amc": {
+        "amc_k_high": 0.1,
+        "amc_k_mid": 0.4,
+        "amc_use_query_saliency": True,
+        "amc_query_alpha": 0.25,
+        "amc_adaptive_thresholds": True,
+        "amc_threshold_window": 32,
+        "amc_gamma": 0.5,
+        "amc_calib_variance": 0.5,
+        "amc_group_size": 16,
+    },
+    "xquant": {
+        "xquant_group_size": 3,
+        "xquant_base_bits": 3,
+        "xquant_residual_bits": 2,
+        "xquant_group_quant_size": 64,
+        "xquant_max_ctx": 4096,
+    },
+    "minicache": {
+        "minicache_start_frac": 0.25,
+        "minicache_group_size": 3,
+        "minicache_retention_threshold": 0.5,
+        "minicache_slerp_t": 0.25,
+        "minicache_max_ctx": 4096,
+    },
+    "xkv": {
+        "xkv_group_size": 3,
+        "xkv_rank": 48,
+        "xkv_energy_threshold": 0.5,
+        "xkv_latent_bits": 3,
+        "xkv_group_quant_size": 64,
+        "xkv_max_ctx": 4096,
+    },
     "kivi_sink": {"bit_width_inlier": 4, "kivi_group_size": 64, "residual_length": 96, "n_sink_tokens": 3},
     "kitty": {"kitty_hi_fraction": 0.5, "kitty_hi_bit": 8, "kitty_lo_bit": 4, "kitty_group_size": 64},
     "adakv": {

@@ -16,6 +16,7 @@ import vq_functional as vq
 from vq_adapters import TransformKVCache, attention_hook
 from vq_adapters.hook import hooked
 from vq_functional.core.transform import Transform
+from vq_functional.crosslayer.stack import Stack
 from vq_functional.methods import METHODS
 
 HEADS, QUERY_HEADS, DIM = 2, 4, 64
@@ -192,8 +193,9 @@ def pending(arrays: Any) -> int:
 @pytest.mark.parametrize("with_hook", [False, True], ids=["arrays", "hooked"])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_nothing_piles_up_while_only_logits_are_evaluated(name: str, with_hook: bool) -> None:
-    model = build("llama", num_hidden_layers=1)
-    caches, marks = cache_list(model, TRANSFORMS[name]), []
+    transform = TRANSFORMS[name]
+    model = build("llama", num_hidden_layers=transform.layers if isinstance(transform, Stack) else 1)
+    caches, marks = cache_list(model, transform), []
     with attention_hook(model) if with_hook else contextlib.nullcontext():
         model(mx.array([tokens(40)]), cache=caches)
         for i in range(300):

@@ -14,8 +14,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm import server
-from mlx_lm.models.cache import LRUPromptCache
-from models import ARCHITECTURES, CHUNK, TRANSFORMS, build, cache_list, feed, greedy, tokenizer, tokens
+from mlx_lm.models.cache import KVCache, LRUPromptCache
+from models import ARCHITECTURES, CHUNK, TRANSFORMS, build, cache_list, feed, greedy, in_place, tokenizer, tokens
 
 import vq_functional as vq
 from vq_adapters import TransformKVCache, attention_hook, install_attention
@@ -100,7 +100,7 @@ def serving(
 
     def load_ours(*positional: Any, **named: Any) -> Any:
         model, *rest = load(*positional, **named)
-        model.make_cache = lambda: [TransformKVCache(transform) for _ in model.layers]
+        model.make_cache = lambda: in_place([KVCache() for _ in model.layers], transform)
         if hooked:
             install_attention(model)
         return model, *rest

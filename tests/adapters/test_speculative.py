@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step, speculative_generate_step, stream_generate
-from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import KVCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from models import (
     CHUNK,
     EVICTING,
@@ -17,6 +17,7 @@ from models import (
     cache_list,
     feed,
     forced,
+    in_place,
     log_probabilities,
     shared,
     tokenizer,
@@ -138,7 +139,7 @@ def test_models_that_make_our_caches(name: str) -> None:
     """`make_cache` is where mlx_lm's commands look."""
     model, draft, prompt = build("llama"), build("llama", seed=1), tokens(20)
     for each in (model, draft):
-        each.make_cache = lambda each=each: [TransformKVCache(ALL[name]) for _ in each.layers]
+        each.make_cache = lambda each=each: in_place([KVCache() for _ in each.layers], ALL[name])
     assert all(type(cache) is TransformKVCache for cache in make_prompt_cache(model))
     more = {"max_tokens": 10, "prefill_step_size": CHUNK}
     alone = [response.token for response in stream_generate(model, tokenizer(), prompt, **more)]

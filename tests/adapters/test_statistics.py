@@ -1,7 +1,7 @@
 """The numbers that the documented classes give, by hand: B batch rows, H heads, 43 tokens."""
 
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import pytest
@@ -9,6 +9,8 @@ from configs import CALLS, CONFIGS, DV, OPTIONS, B, D, H, feed, rows, statistics
 from models import build, tokens
 
 from vq_adapters import (
+    AMCKVCache,
+    AMCOptions,
     CaMKVCache,
     CaMOptions,
     ChunkKVCache,
@@ -21,9 +23,12 @@ from vq_adapters import (
     KNormKVCache,
     KVCacheBuilder,
     KVCacheConfig,
+    KVTCKVCache,
     KVzipCache,
     MorphKVCache,
     NestedKVCache,
+    PALUKVCache,
+    PALUOptions,
     PyramidKVCache,
     PyramidKVOptions,
     QFiltersKVCache,
@@ -33,8 +38,11 @@ from vq_adapters import (
     SqueezeAttentionCache,
     SqueezeCoordinator,
     StreamingLLMKVCache,
+    SVDqKVCache,
+    SVDqOptions,
     TOVAKVCache,
     TurboQuantRVQKVCache,
+    XQuantKVCache,
 )
 
 ITEM = {mx.float16: 2, mx.bfloat16: 2, mx.float32: 4}
@@ -136,6 +144,101 @@ class TestBytes:
             "effective_compression_ratio": (full_keys + full_values) / (keys + values + exact),
         }
 
+    def test_svdq(self, dtype):
+        """Of 16 axes four each have 8, 4, 2 and no bits; 32 of 43 tokens are in codes."""
+        cache = feed(SVDqKVCache(CONFIGS[SVDqKVCache]), dtype=dtype)
+        item = ITEM[dtype]
+        codes = 32 * 4 * (8 + 4 + 2) // 8 + 12 * 2 * item
+        assert statistics(cache) == {
+            "compressed_key_bytes": B * H * (codes + D * 12 * item + 4 * D),
+            "compressed_value_bytes": B * H * 32 * DV * item,
+            "fp16_key_bytes": B * H * TOKENS * D * item,
+            "fp16_value_bytes": B * H * TOKENS * DV * item,
+            "value_fp16_bytes": B * H * TOKENS * DV * item,
+            "rank": 16,
+            "assigned_avg_bits": 4 * (8 + 4 + 2) / D,
+        }
+
+    def test_palu(self, dtype):
+        """Both heads share a latent of 32 components at 4 bits; 64 of 161 tokens are in codes."""
+        cache = feed(PALUKVCache(CONFIGS[PALUKVCache]), (160, 1), dtype=dtype)
+        item = ITEM[dtype]
+        codes = B * 64 * (32 * 4 // 8 + 2 * item)
+        key, value = (B * H * dim * (32 + 1) * item for dim in (D, DV))
+        assert statistics(cache) == {
+            "compressed_key_bytes": codes + key,
+            "compressed_value_bytes": codes + value,
+            "fp16_key_bytes": B * H * 161 * D * item,
+            "fp16_value_bytes": B * H * 161 * DV * item,
+            "projection_bytes": key + value,
+            "rank": 16,
+            "assigned_avg_bits": 32 * 4 / (H * DV),
+        }
+
+    def test_kvtc(self, dtype):
+        """128 bits a token; 64 of 201 tokens are in codes, of which four are sinks."""
+        cache = feed(KVTCKVCache(CONFIGS[KVTCKVCache]), (200, 1), dtype=dtype)
+        item = ITEM[dtype]
+        codes = B * H * 64 * 128 // 8
+        key, value = (B * H * (dim * (dim + 1) * item + dim * (1 + 4 + 4)) for dim in (D, DV))
+        exact = B * H * (201 - 64 + 4) * (D + DV) * item
+        full = [B * H * 201 * dim * item for dim in (D, DV)]
+        total = 2 * codes + key + value + exact
+        gain = cache.entropy_coding_gain
+        assert 0.5 < gain < 2
+        assert statistics(cache) == {
+            "kvtc_bytes": total,
+            "compressed_key_bytes": codes + key,
+            "compressed_value_bytes": codes + value,
+            "fp16_key_bytes": full[0],
+            "fp16_value_bytes": full[1],
+            "full_seq_bytes": sum(full),
+            "compression_ratio": sum(full) / total,
+            "pre_entropy_bytes": 2 * codes,
+            "entropy_coding_gain": gain,
+            "bit_budget": 128,
+        }
+
+    def test_amc(self, dtype):
+        """Two blocks of 16 tokens: 4 are exact, 5 have 22 (of values 11) channels at 8 bits, 7 have 4 (2) at 4."""
+        cache = feed(AMCKVCache(CONFIGS[AMCKVCache]), dtype=dtype)
+        item = ITEM[dtype]
+        keys = 16 + 4 * D * item + 5 * (22 + 3 * item) + 7 * (2 + item) + D * item
+        values = 4 * DV * item + 5 * (11 + 2 * item) + 7 * (1 + item) + DV * item
+        keys, values = B * H * (2 * keys + 2 * D), B * H * (2 * values + 2 * DV)
+        full = [B * H * TOKENS * dim * item for dim in (D, DV)]
+        total = keys + values + B * H * (11 + 4) * (D + DV) * item
+        assert statistics(cache) == {
+            "compressed_key_bytes": keys,
+            "compressed_value_bytes": values,
+            "fp16_key_bytes": full[0],
+            "fp16_value_bytes": full[1],
+            "amc_kept_bytes": total,
+            "full_seq_bytes": sum(full),
+            "compression_ratio": sum(full) / total,
+            "tokens_seen": B * H * TOKENS,
+            "tokens_kept": B * H * TOKENS,
+            "tokens_high": B * H * (2 * 4 + 11),
+            "tokens_mid": B * H * 2 * 5,
+            "tokens_low": B * H * 2 * 7,
+        }
+
+    def test_xquant(self, dtype):
+        """A layer by itself: 32 of 100 tokens are in groups of 32 numbers."""
+        cache = feed(XQuantKVCache(CONFIGS[XQuantKVCache]), (99, 1), dtype=dtype)
+        item = ITEM[dtype]
+        keys = B * H * D * (32 * 2 // 8 + 2 * item)
+        assert statistics(cache) == {
+            "compressed_key_bytes": keys,
+            "compressed_value_bytes": B * H * 32 * (DV * 2 // 8 + 2 * item),
+            "fp16_key_bytes": B * H * 100 * D * item,
+            "fp16_value_bytes": B * H * 100 * DV * item,
+            "role": "anchor",
+            "group_id": 0,
+            "reuse_param_bytes": 0,
+            "effective_pair_bits": 8 * keys / (B * H * 32 * D),
+        }
+
     def test_turboquant_rvq(self, dtype):
         cache = feed(TurboQuantRVQKVCache(CONFIGS[TurboQuantRVQKVCache]), dtype=dtype)
         assert statistics(cache) == {
@@ -143,6 +246,57 @@ class TestBytes:
             "fp16_key_bytes": B * H * TOKENS * D * ITEM[dtype],
             "assigned_bits": 2,
         }
+
+
+def test_svdq_of_all_axes():
+    cache = SVDqKVCache(KVCacheConfig(method="svdq", options=SVDqOptions()))
+    assert (cache.rank, cache.assigned_avg_bits) == (0, 2.0)
+    feed(cache)
+    assert (cache.rank, cache.assigned_avg_bits) == (D, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("groups", "exact", "bits"),
+    [
+        (1, False, (32 * 4 + 32 * 2) / (2 * DV)),  # both heads share 64 components, the first group at 4 bits
+        (4, False, 32 * 4 / DV),  # every head has 32 of its own, one group
+        (1, True, 64 * 16 / (2 * DV)),
+    ],
+    ids=["one", "each", "exact values"],
+)
+def test_palu_counts_the_side_that_has_more_bits(groups, exact, bits):
+    options = PALUOptions(palu_rank=32, palu_n_head_groups=groups, palu_quantize_values=not exact)
+    cache = PALUKVCache(KVCacheConfig(method="palu", options=options))
+    assert (cache.rank, cache.assigned_avg_bits) == (32, 16.0 if exact else 2.5)
+    feed(cache, (160,))
+    assert (cache.rank, cache.assigned_avg_bits) == (32, bits)
+
+
+class TestTiers:
+    ADAPTIVE: ClassVar[AMCOptions] = AMCOptions(
+        amc_threshold_window=16, amc_adaptive_thresholds=True, amc_gamma=5.0, amc_calib_variance=1e3
+    )
+
+    def test_with_thresholds_that_adapt_rows_read_as_lower_tiers(self):
+        """As the variance is far below the reference, thresholds are high."""
+        cache = feed(AMCKVCache(KVCacheConfig(method="amc", options=self.ADAPTIVE)))
+        plain = feed(AMCKVCache(CONFIGS[AMCKVCache]))
+        assert cache.tokens_high + cache.tokens_mid + cache.tokens_low == cache.tokens_seen == B * H * TOKENS
+        assert cache.tokens_high < plain.tokens_high
+        assert cache.tokens_low > plain.tokens_low
+
+    def test_while_there_are_no_blocks_all_are_high(self):
+        cache = feed(AMCKVCache(KVCacheConfig(method="amc", options=self.ADAPTIVE)), (9,))
+        assert (cache.tokens_high, cache.tokens_mid, cache.tokens_low) == (B * H * 9, 0, 0)
+
+
+def test_entropy_coding_gains_where_codes_repeat():
+    """Rows of two kinds: the codes of most components are the same in all."""
+    cache = KVTCKVCache(CONFIGS[KVTCKVCache])
+    kind = (mx.arange(400) % 2)[:, None]
+    keys, values = (mx.where(kind, x[:, :, :1], x[:, :, 1:2]) for x in rows(2))
+    mx.eval(cache.update_and_fetch(keys, values))
+    assert cache.entropy_coding_gain > 4
 
 
 def test_rows_on_hold_count_as_held():

@@ -239,6 +239,7 @@ FORMULAS = {
     "palu": fitted_bytes(2 * (words(32, 4) + 4), 64, 4, 4 * DIM * 33),
     "kvtc": fitted_bytes(2 * words(DIM, 8), 48, 4, 2 * (2 * DIM * DIM + 2 * DIM + 9 * DIM)),
     "minicache": merged_bytes,
+    "xkv": lambda capacity, heads: capacity * 40 + heads * (68 * 4 * DIM + 4 * DIM * 33) + 8 * 32 + 4 * 8 + 4 + 8,
 }
 
 

@@ -1,6 +1,6 @@
 """Coders of several layers' rows: the heads of one layer stand behind those of the other, stacked on axis 1."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 import mlx.core as mx
@@ -16,6 +16,15 @@ class StackCoder(Coder):
     """
 
     layers: int
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """Whose each array of `encode` is, and behind them each of `tables`.
+
+        "first": held for the first layer and read by all; "all": every layer has
+        its heads' share; "others": all layers but the first have theirs.
+        """
+        raise TypeError(f"{type(self).__name__} does not tell whose its arrays are")
 
     def decode_layer(self, rows: Rows, layer: int) -> mx.array:
         """Vectors [B, H, S, D] of one layer in `dtype`."""
@@ -103,6 +112,9 @@ class LayerCoder(Coder):
     def axes(self) -> tuple[int, ...] | None:
         return self.whole.axes
 
+    def heads(self, rows: Rows) -> int:
+        return self.whole.heads(rows) // self.layers
+
     def empty(self, batch: int, heads: int, count: int, unit: int = 1) -> Rows:
         return self.whole.empty(batch, heads * self.layers, count, unit)
 
@@ -121,6 +133,11 @@ class LayerCoder(Coder):
             return self.whole.mix_layer(weights, rows, self.layer)
         return self.whole.mix(weights, self._own(rows))
 
+    def shares(self, sizes: Sequence[int]) -> list[int]:
+        """Of arrays of so many bytes, those of rows and then of tables, what is held for this layer."""
+        owners = self.whole.owners if isinstance(self.whole, StackCoder) else ("all",) * len(sizes)
+        return [share(size, owner, self.layer, self.layers) for size, owner in zip(sizes, owners, strict=True)]
+
     def _own(self, rows: Rows) -> Rows:
         return tuple(heads_of(x, self.layer, self.layers) for x in rows)
 
@@ -129,3 +146,12 @@ def heads_of(x: mx.array, layer: int, layers: int) -> mx.array:
     """The heads of one of `layers` layers in `x` [B, layers * H, ...]."""
     heads = x.shape[1] // layers
     return x[:, layer * heads : (layer + 1) * heads]
+
+
+def share(size: int, owner: str, layer: int, layers: int) -> int:
+    """What is held for one of `layers` layers of an array of `size` bytes, by its owner as in `StackCoder.owners`."""
+    if owner == "all":
+        return size // layers
+    if owner == "first":
+        return 0 if layer else size
+    return size // (layers - 1) if layer else 0

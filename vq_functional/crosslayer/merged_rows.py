@@ -64,6 +64,15 @@ class MergedRows(StackCoder):
     codec: MergedRowsCodec
     direction: Coder
 
+    @property
+    def owners(self) -> tuple[str, ...]:
+        shared = ("first",) * len(self.direction.empty(1, 1, 1))
+        slots = ("all", "first", "first") if self.codec.slots else ()
+        return (*shared, *("all",) * (1 + self.codec.center), *slots)
+
+    def heads(self, rows: Rows) -> int:
+        return self.opened(rows).sizes.shape[1]
+
     def encode(self, x: mx.array) -> Rows:
         clean, centers = self._cleaned(x)
         apart = clean if centers is None else clean - self._by_token(centers)
