@@ -8,7 +8,7 @@ from vq_adapters.cache import TransformKVCache
 from vq_adapters.calibration import calibrate, capture
 from vq_adapters.coded_classes import KIVIKVCache, TurboQuantRVQKVCache
 from vq_adapters.config import KVCacheConfig
-from vq_adapters.crosslayer_classes import MiniCacheKVCache, XQuantKVCache
+from vq_adapters.crosslayer_classes import MiniCacheKVCache, XKVKVCache, XQuantKVCache
 from vq_adapters.evicting_classes import (
     CurDKVCache,
     H2OKVCache,
@@ -181,6 +181,7 @@ __all__ = [
     "TurboQuantRVQKVCache",
     "VecInferOptions",
     "XKVCoordinator",
+    "XKVKVCache",
     "XKVOptions",
     "XQuantCoordinator",
     "XQuantKVCache",

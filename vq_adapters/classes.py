@@ -2,7 +2,7 @@
 
 from vq_adapters.block_classes import AdaKVCache, AgeTieredKVCache, KittyKVCache, SinkProtectedKVCache
 from vq_adapters.coded_classes import KIVIKVCache, TurboQuantRVQKVCache
-from vq_adapters.crosslayer_classes import MiniCacheKVCache, XQuantKVCache
+from vq_adapters.crosslayer_classes import MiniCacheKVCache, XKVKVCache, XQuantKVCache
 from vq_adapters.evicting_classes import (
     CurDKVCache,
     H2OKVCache,
@@ -60,6 +60,7 @@ _KINDS: tuple[type[MethodKVCache], ...] = (
     KVTCKVCache,
     XQuantKVCache,
     MiniCacheKVCache,
+    XKVKVCache,
     TurboQuantRVQKVCache,
 )
 

@@ -63,6 +63,8 @@ from vq_adapters import (
     TOVAOptions,
     TransformKVCache,
     TurboQuantRVQKVCache,
+    XKVKVCache,
+    XKVOptions,
     XQuantKVCache,
     XQuantOptions,
     ZipCacheKVCache,
@@ -106,6 +108,7 @@ OPTIONS: dict[Any, Any] = {
     KVTCKVCache: KVTCOptions(kvtc_bit_budget=128),
     XQuantKVCache: XQuantOptions(),
     MiniCacheKVCache: MiniCacheOptions(),
+    XKVKVCache: XKVOptions(xkv_rank=16),
     TurboQuantRVQKVCache: None,
 }
 _BITS = {KIVIKVCache: 4, SinkProtectedKVCache: 4, TurboQuantRVQKVCache: 2}
@@ -248,6 +251,15 @@ EMPTY: dict[Any, dict[str, Any]] = {
         "n_retained": 0,
         "n_merged": 0,
         "retention_rate": 0.0,
+    },
+    XKVKVCache: {
+        **_packed(),
+        "member_idx": 0,
+        "group_id": 0,
+        "shared_basis_bytes": 0,
+        "value_fp16_bytes": 0,
+        "rank": 16,
+        "assigned_avg_bits": 4.0,
     },
     TurboQuantRVQKVCache: {"compressed_key_bytes": 0, "fp16_key_bytes": 0, "assigned_bits": 2},
 }

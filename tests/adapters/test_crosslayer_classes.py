@@ -16,6 +16,9 @@ from vq_adapters import (
     MiniCacheKVCache,
     MiniCacheOptions,
     QuantizerConfigError,
+    XKVCoordinator,
+    XKVKVCache,
+    XKVOptions,
     XQuantCoordinator,
     XQuantKVCache,
     XQuantOptions,
@@ -23,14 +26,19 @@ from vq_adapters import (
     save,
 )
 
-KINDS = (XQuantKVCache, MiniCacheKVCache)
-CALLS = (100, 60, 1, 1)  # 162 tokens, of which the newest 64 at least are exact
-kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+WITH_ROLES = (XQuantKVCache, MiniCacheKVCache)
+CALLS = (140, 60, 1, 1)  # 202 tokens
+kinds = pytest.mark.parametrize("kind", (*WITH_ROLES, XKVKVCache), ids=lambda kind: kind.__name__)
+with_roles = pytest.mark.parametrize("kind", WITH_ROLES, ids=lambda kind: kind.__name__)
 
 
 def stack(kind: Any, readers: int = 1, group_id: int = 0, coordinator: Any = None) -> list[Any]:
     """The caches of one group."""
     coordinator = coordinator or MiniCacheCoordinator()
+    if kind is XKVKVCache:
+        options = XKVOptions(xkv_rank=16, xkv_group_size=readers + 1)
+        config = KVCacheConfig(method="xkv", options=options)
+        return [kind(config, member, group_id, coordinator) for member in range(readers + 1)]
     first = kind(CONFIGS[kind], kind.roles[0], group_id, coordinator, readers)
     return [first, *(kind(CONFIGS[kind], kind.roles[1], group_id, coordinator) for _ in range(readers))]
 
@@ -57,26 +65,42 @@ def summed(caches: list[Any], name: str) -> Any:
 
 class TestBytes:
     def test_xquant(self):
-        """96 of 162 tokens are in groups of 32; a number of a reading layer has 4 bits more."""
+        """128 of 202 tokens are in groups of 32; a number of a reading layer has 4 bits more."""
         anchor, reuse = feed_all(stack(XQuantKVCache))
-        lines, codes, more = 3 * 4, 96 * 2 // 8, 96 * 4 // 8
+        lines, codes, more = 4 * 4, 128 * 2 // 8, 128 * 4 // 8
         assert anchor.compressed_key_bytes == B * H * D * (codes + lines)
         assert reuse.compressed_key_bytes == B * H * D * (lines + more + lines)
         lines, codes, more = 4, DV * 2 // 8, DV * 4 // 8
-        assert anchor.compressed_value_bytes == B * H * 96 * (codes + lines)
-        assert reuse.compressed_value_bytes == B * H * 96 * (lines + more + lines)
-        assert (anchor.reuse_param_bytes, reuse.reuse_param_bytes) == (0, B * H * (D * 3 * 4 + 96 * 4))
+        assert anchor.compressed_value_bytes == B * H * 128 * (codes + lines)
+        assert reuse.compressed_value_bytes == B * H * 128 * (lines + more + lines)
+        assert (anchor.reuse_param_bytes, reuse.reuse_param_bytes) == (0, B * H * (D * 4 * 4 + 128 * 4))
         assert [cache.effective_pair_bits for cache in (anchor, reuse)] == [2 + 1, 1 + 4 + 1]
-        assert anchor.fp16_key_bytes == reuse.fp16_key_bytes == B * H * 162 * D * 2
+        assert anchor.fp16_key_bytes == reuse.fp16_key_bytes == B * H * 202 * D * 2
 
     def test_minicache(self):
-        """One block of 64 tokens, of which 4 are apart in each layer."""
+        """Two blocks of 64 tokens, of which 4 are apart in each layer."""
         primary, merge = feed_all(stack(MiniCacheKVCache))
         for side, dim in (("key", D), ("value", DV)):
             shared, own = 64 * dim * 2 + 4 + 1, 64 * 2 + dim * 2 + 4 * dim * 2
-            assert getattr(primary, f"compressed_{side}_bytes") == B * H * (shared + own)
-            assert getattr(merge, f"compressed_{side}_bytes") == B * H * own
-            assert getattr(primary, f"fp16_{side}_bytes") == B * H * 162 * dim * 2
+            assert getattr(primary, f"compressed_{side}_bytes") == 2 * B * H * (shared + own)
+            assert getattr(merge, f"compressed_{side}_bytes") == 2 * B * H * own
+            assert getattr(primary, f"fp16_{side}_bytes") == B * H * 202 * dim * 2
+
+    @pytest.mark.parametrize("layers", [1, 2])
+    def test_xkv(self, layers):
+        """32 of 202 tokens are latents of 32 components at 4 bits, in one group."""
+        caches = feed_all(stack(XKVKVCache, layers - 1))
+        latents, bases = B * 32 * (32 * 4 // 8 + 4), 0
+        for side, dim in (("key", D), ("value", DV)):
+            basis, spread = B * H * dim * (32 + 1) * 2, B * 32 * 4
+            shares = [basis + latents + spread, basis][:layers]
+            assert [getattr(cache, f"compressed_{side}_bytes") for cache in caches] == shares
+            bases += layers * basis + spread
+        assert [cache.shared_basis_bytes for cache in caches] == [bases, 0][:layers]
+        for member, cache in enumerate(caches):
+            assert (cache.member_idx, cache.rank) == (member, 32)
+            assert cache.assigned_avg_bits == 32 * 4 / (layers * H * D)
+            assert cache.value_fp16_bytes == cache.fp16_value_bytes == B * H * 202 * DV * 2
 
     @kinds
     @pytest.mark.parametrize("readers", [1, 2])
@@ -95,11 +119,11 @@ class TestBytes:
         for cache, *alone in zip(batch, *lists, strict=True):
             for name in ("compressed_key_bytes", "compressed_value_bytes", "fp16_key_bytes"):
                 assert getattr(cache, name) == summed(alone, name)
-            assert cache.role == alone[0].role
+            assert (cache.transform, cache.group_id) == (alone[0].transform, alone[0].group_id)
 
     @kinds
     def test_reading_them_in_the_middle_of_a_pass(self, kind):
-        caches, others = feed_all(stack(kind), (100,)), feed_all(stack(kind), (100,))
+        caches, others = feed_all(stack(kind), (140,)), feed_all(stack(kind), (140,))
         for layer, (cache, other) in enumerate(zip(caches, others, strict=True)):
             for one in (cache, other):
                 mx.eval(one.update_and_fetch(*rows(60, seed=layer)))
@@ -137,7 +161,7 @@ class TestTokens:
             assert (cache.n_retained, cache.n_merged, cache.retention_rate) == (0, 0, 0.0)
 
 
-@kinds
+@with_roles
 class TestRoles:
     def test_groups_of_a_coordinator(self, kind):
         coordinator = XQuantCoordinator()
@@ -190,19 +214,41 @@ class TestRoles:
             feed(cache)
 
 
-OPTIONS: dict[Any, Any] = {XQuantKVCache: XQuantOptions(), MiniCacheKVCache: MiniCacheOptions()}
-# Of five layers the roles, as numbers, and groups.
+class TestMembers:
+    def test_groups_of_a_coordinator(self):
+        coordinator = XKVCoordinator()
+        caches = [cache for group_id in (0, 1, 4) for cache in stack(XKVKVCache, 2, group_id, coordinator)]
+        assert [cache.member_idx for cache in caches] == [0, 1, 2] * 3
+        assert [cache.group_id for cache in caches] == [0] * 3 + [1] * 3 + [4] * 3
+
+    def test_a_layer_alone(self):
+        cache = XKVKVCache(CONFIGS[XKVKVCache], group_id=3)
+        assert (cache.member_idx, cache.group_id, cache.transform.place) == (0, 3, None)
+
+    @pytest.mark.parametrize("member", [-1, 2, 0.5])
+    def test_refuses_a_place_that_the_group_lacks(self, member):
+        with pytest.raises(QuantizerConfigError, match="xkv: `member_idx`"):
+            XKVKVCache(CONFIGS[XKVKVCache], member, coordinator=XKVCoordinator())
+
+
+OPTIONS: dict[Any, Any] = {
+    XQuantKVCache: XQuantOptions(),
+    MiniCacheKVCache: MiniCacheOptions(),
+    XKVKVCache: XKVOptions(xkv_rank=16),
+}
+# Of five layers the places in their groups, and the groups.
 MADE: dict[Any, tuple[list[int], list[int]]] = {
     XQuantKVCache: ([0, 1, 0, 1, 0], [0, 0, 1, 1, 4]),
     MiniCacheKVCache: ([0, 0, 0, 1, 0], [0, 1, 1, 1, 4]),
+    XKVKVCache: ([0, 1, 0, 1, 0], [0, 0, 1, 1, 4]),
 }
 
 
 def served(kind: Any) -> list[Any]:
-    """The caches of a model of five layers after a prompt of 160 tokens and one more."""
+    """The caches of a model of five layers after a prompt of 200 tokens and one more."""
     model = build("llama", num_hidden_layers=5)
     caches = KVCacheBuilder.for_model(model, KVCacheConfig(method=kind.method, options=OPTIONS[kind]))
-    for call in (tokens(160), [1]):
+    for call in (tokens(200), [1]):
         mx.eval(model(mx.array([call]), cache=caches))
     return caches
 
@@ -214,12 +260,12 @@ def told(caches: list[Any]) -> list[dict[str, Any]]:
 @kinds
 class TestLists:
     def test_for_model(self, kind):
-        caches, (roles, groups) = served(kind), MADE[kind]
+        caches, (places, groups) = served(kind), MADE[kind]
         assert all(type(cache) is kind for cache in caches)
-        assert [cache.role for cache in caches] == [kind.roles[role] for role in roles]
+        assert [cache.transform.place or 0 for cache in caches] == places
         assert [cache.group_id for cache in caches] == groups
         assert caches[2]._partners() == caches[3]._partners() == caches[2:4]
-        stacks = [caches[2:4]] + [caches[:2]] * (kind is XQuantKVCache)
+        stacks = [caches[2:4]] + [caches[:2]] * (kind is not MiniCacheKVCache)
         for one in stacks:
             assert summed(one, "compressed_key_bytes") == resident(one, "keys") > 0
 

@@ -84,11 +84,6 @@ class SharedFactors(StackCoder):
         """KV heads of `rows`, whose arrays of latents have one for all."""
         return self._opened(rows)[1].shape[1]
 
-    @property
-    def owners(self) -> tuple[str, ...]:
-        latents = ("first",) * (3 if self._coded else 1)
-        return latents if self.given else (*latents, "all", "all", "first")
-
     def tables(self, x: mx.array) -> Rows:
         if self.given:
             return ()

@@ -114,7 +114,8 @@ def amc_calibrate(keys: mx.array, values: mx.array, *, queries: mx.array | None 
     for field, x in (("keys", keys), ("values", values)):
         check(x.ndim == 3 and 0 not in x.shape, "amc_calibrate", field, "must be [N, H, D]", x.shape)
     count, heads, dim = keys.shape
-    check(values.shape[:2] == (count, heads), "amc_calibrate", "values", f"must be [{count}, {heads}, Dv]", values.shape)
+    rule = f"must be [{count}, {heads}, Dv]"
+    check(values.shape[:2] == (count, heads), "amc_calibrate", "values", rule, values.shape)
     if queries is not None:
         fits = queries.ndim == 3 and queries.shape[::2] == (count, dim) and queries.shape[1] % heads == 0
         check(fits, "amc_calibrate", "queries", f"must be [{count}, a multiple of {heads}, {dim}]", queries.shape)
