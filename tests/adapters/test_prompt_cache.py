@@ -105,8 +105,10 @@ def test_a_longer_entry_is_trimmed_to_the_common_prefix(name: str) -> None:
     if name in BY_ROWS:
         assert mx.allclose(logits, expected, atol=1e-3)
     else:
-        # Rows that were packed stay so; the answer is off by no more than their codes, of two bits in nsnquant.
-        assert mx.abs(logits - expected).mean() < (0.4 if name == "nsnquant" else 0.2) * mx.std(expected)
+        # Rows that were packed stay so; the answer is off by no more than that: two bits in nsnquant, and in
+        # minicache one direction for layers that have nothing in common.
+        most = {"nsnquant": 0.4, "minicache": 0.5}.get(name, 0.2)
+        assert mx.abs(logits - expected).mean() < most * mx.std(expected)
     assert same_states(caches, before)
 
 

@@ -91,7 +91,7 @@ def test_a_draft_costs_no_accuracy(name: str, kind: str, guesses: int, hooked: b
             forced(model, caches, calls)[34:] for caches in (cache_list(model, ALL[name]), make_prompt_cache(model))
         )
     errors = [mx.abs(log_probabilities(x) - log_probabilities(exact)).mean().item() for x in (got, single)]
-    assert 0 < errors[0] < 1.5 * errors[1]
+    assert 0 < errors[0] < 1.6 * errors[1]
 
 
 @pytest.mark.parametrize("name", [*TRIMMABLE, "rows"])
