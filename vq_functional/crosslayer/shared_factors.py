@@ -10,6 +10,7 @@ from vq_functional.crosslayer.layer_coder import StackCoder, heads_of
 from vq_functional.lowrank.head_groups import HeadGroups, principal_basis
 from vq_functional.lowrank.latents import BLOCK, Latents, projected
 from vq_functional.ops.low_rank import shrink
+from vq_functional.ops.ranges import mended
 from vq_functional.ops.rotations import Rotation, random_rotation
 from vq_functional.ops.vectors import TINY, to_dtype
 
@@ -65,8 +66,8 @@ class SharedFactorsCodec(Codec):
 class SharedFactors(StackCoder):
     """a = (x - mean) V / s Q and x ~ a Q^T s V^T + mean for the joined rows x of all heads; Q a fixed rotation.
 
-    Arrays of `Latents` [B, 1, S, ...]. Tables: each head's rows of V, float16
-    (float32 for float32 rows) [B, M * H, D, R], the mean [B, M * H, D], and s float32 [B, 1, R].
+    Arrays of `Latents` [B, 1, S, ...]. Tables: each head's rows of V in `dtype`
+    [B, M * H, D, R], the mean [B, M * H, D], and s float32 [B, 1, R].
     """
 
     dim: int
@@ -87,7 +88,8 @@ class SharedFactors(StackCoder):
     def tables(self, x: mx.array) -> Rows:
         if self.given:
             return ()
-        first, groups = x[:, :, min(self.codec.n_sink, x.shape[2] - 1) :], HeadGroups(x.shape[1], 1)
+        first = mended(x[:, :, min(self.codec.n_sink, x.shape[2] - 1) :].astype(mx.float32))
+        groups = HeadGroups(x.shape[1], 1)
         rank = self.codec.rank_of(x.shape[1] * self.dim)
         if not self.codec.centred:  # rows and their opposites have no mean
             first = mx.concatenate([first, -first], axis=2)
@@ -99,8 +101,7 @@ class SharedFactors(StackCoder):
         share = spread / mx.maximum(spread.max(axis=-1, keepdims=True), TINY)
         # The square root goes to either side, so that the errors of equal steps are least in sum.
         scale = mx.sqrt(mx.maximum(share, LEAST_SPREAD)) if self._coded else mx.ones_like(share)
-        kept = basis.astype(mx.float32 if self.dtype == mx.float32 else mx.float16)
-        return kept, to_dtype(mean, self.dtype), (scale / shrink(basis.shape[1] * self.dim, self.dtype))[:, None]
+        return basis.astype(self.dtype), to_dtype(mean, self.dtype), (scale / shrink(basis.shape[1] * self.dim, self.dtype))[:, None]
 
     def encode(self, x: mx.array) -> Rows:
         return self.encode_by(x, ())
