@@ -191,9 +191,10 @@ class TestRoles:
         coordinator = XQuantCoordinator()
         with pytest.raises(QuantizerConfigError, match=f"{kind.method}: `role`"):
             kind(CONFIGS[kind], "leader")
-        for field, value in (("group_id", -1), ("n_readers", -1), ("n_readers", 1.0)):
-            with pytest.raises(QuantizerConfigError, match=f"{kind.method}: `{field}`"):
-                kind(CONFIGS[kind], **{field: value})
+        for field, value in (("group_id", -1), ("group_id", "0"), ("n_readers", -1), ("n_readers", 1.0)):
+            for role in kind.roles:
+                with pytest.raises(QuantizerConfigError, match=f"{kind.method}: `{field}`"):
+                    kind(CONFIGS[kind], role, coordinator=coordinator, **{field: value})
         with pytest.raises(QuantizerConfigError, match="`group_id` must be of a group whose first layer is there"):
             kind(CONFIGS[kind], other, 0, coordinator)
         caches = stack(kind, 1, 0, coordinator)
@@ -229,6 +230,15 @@ class TestMembers:
     def test_refuses_a_place_that_the_group_lacks(self, member):
         with pytest.raises(QuantizerConfigError, match="xkv: `member_idx`"):
             XKVKVCache(CONFIGS[XKVKVCache], member, coordinator=XKVCoordinator())
+
+    def test_refuses_a_place_that_is_taken(self):
+        coordinator = XKVCoordinator()
+        caches = stack(XKVKVCache, 1, 0, coordinator)
+        with pytest.raises(QuantizerConfigError, match="xkv: `group_id` must be of a group without a layer 1 yet"):
+            XKVKVCache(CONFIGS[XKVKVCache], 1, 0, coordinator)
+        with pytest.raises(QuantizerConfigError, match="xkv: `group_id`"):
+            XKVKVCache(CONFIGS[XKVKVCache], 1, -1, coordinator)
+        assert [cache.member_idx for cache in caches] == [0, 1]
 
 
 OPTIONS: dict[Any, Any] = {

@@ -10,7 +10,7 @@ import attrs
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from minicache_oracle import (
     DIM,
@@ -318,6 +318,8 @@ def test_the_largest_block_has_a_place_for_every_row() -> None:
 
 
 @given(st.integers(1, 255), st.integers(0, 999))
+@example(100, 70)
+@example(100, 550)
 @settings(max_examples=25, deadline=None)
 def test_slots_are_the_share_rounded_up(block: int, share: int) -> None:
     o = MiniCacheOptions(block=block, retained_share=share / 1000)

@@ -159,6 +159,7 @@ def check_tables(found: list[np.ndarray], rows: np.ndarray, budget: int, o: dict
     assert set(width) <= set(o["bit_choices"]) and width.sum() <= budget and (np.diff(width) <= 0).all()
     best = least_cost(variance, min(budget, rank * 8), o["bit_choices"], o["beta"])
     assert cost(variance, width, o["beta"]) <= best * (1 + 1e-4) + 1e-9 * variance[0]
+    assert not (scale[width == 0].any() or shift[width == 0].any())
     low, high = ends(y, variance, width, o)
     slack = 2e-6 * size + 3e-3 * (high - low if o["ranges"] == "spread" else 0)
     assert (np.abs(shift - low) <= slack).all()

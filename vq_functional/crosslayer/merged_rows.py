@@ -47,7 +47,7 @@ class Merged(NamedTuple):
     """What is held of T tokens in N blocks of M layers with H heads each."""
 
     direction: Rows  # of [B, H, T, D], as its own coder holds it
-    sizes: mx.array  # [B, M * H, T, 1]: root mean square of a row, which no row is too long for; zero if retained
+    sizes: mx.array  # [B, M * H, T, 1]: half the root mean square of a row, less its center; zero if retained
     centers: mx.array | None  # [B, M * H, N, D]: mean row of a block, off which directions are taken
     retained: mx.array | None  # [B, M * H, N * slots, D]: rows that are not merged, the most unlike first
     places: mx.array | None  # uint8 [B, H, N * slots]: where in its block each is; `block` where a slot is empty
@@ -81,7 +81,7 @@ class MergedRows(StackCoder):
         shared, alike = shared_direction(stacked, self.codec.slerp_t)
         direction = self.direction.encode(to_dtype(shared, self.dtype))
         read = norm(self.direction.decode(direction).astype(mx.float32))
-        unit = mx.maximum(mx.tile(read, (1, self.layers, 1, 1)), TINY) * math.sqrt(dim)
+        unit = mx.maximum(mx.tile(read, (1, self.layers, 1, 1)), TINY) * self._unit
         sizes = norm(apart) / unit
         centered = () if centers is None else (centers,)
         if not self.codec.slots:
@@ -138,9 +138,14 @@ class MergedRows(StackCoder):
             centers, retained = (x if x is None else heads_of(x, layer, self.layers) for x in (centers, retained))
         return Merged(rows[:-count], sizes, centers, retained, places, unlike)
 
+    @property
+    def _unit(self) -> float:
+        """Length of a row of size 1: no difference of two rows is too long for the dtype."""
+        return 2 * math.sqrt(self.dim)
+
     def _lengths(self, held: Merged) -> mx.array:
         """Float32 [B, H, T, 1] along the directions."""
-        return held.sizes.astype(mx.float32) * math.sqrt(self.dim)
+        return held.sizes.astype(mx.float32) * self._unit
 
     def _cleaned(self, x: mx.array) -> tuple[mx.array, mx.array | None]:
         """Float32 rows in which the mean, or zero, stands for what is not finite, and the mean row of each block."""

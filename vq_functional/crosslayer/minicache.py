@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import attrs
 
 from vq_functional.core.codec import Codec, PlainCodec
-from vq_functional.core.errors import check_between, check_choice, check_int
+from vq_functional.core.errors import check, check_between, check_choice, check_int
 from vq_functional.crosslayer.directions import RETENTIONS
 from vq_functional.crosslayer.merged_rows import MergedRowsCodec
 from vq_functional.crosslayer.stack import Stack, stack_sizes
@@ -68,6 +68,9 @@ class MiniCacheOptions:
         check_choice(self.method, "center", self.center, (True, False))
         for field in ("direction_bits", "bits_k", "bits_v"):
             check_choice(self.method, field, getattr(self, field), BITS)
+        for field, side in (("bits_k", "keys"), ("bits_v", "values")):
+            idle = getattr(self, field) is not None and self.merge not in ("both", side)
+            check(not idle, self.method, field, f"has no effect where {side} are not merged", getattr(self, field))
         check_int(self.method, "residual_length", self.residual_length, 0)
         check_int(self.method, "n_sink", self.n_sink, 0)
 
