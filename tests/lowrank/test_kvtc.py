@@ -563,12 +563,13 @@ def test_calibration_follows_from_the_oracle(kind: str, options: dict[str, Any])
     keys[:, 1] *= 3
     if kind == "bfloat16":
         keys, values = keys.astype(mx.bfloat16), values.astype(mx.bfloat16)
-    spoilt = mx.where(mx.arange(200)[:, None, None] == 7, math.nan, keys)
+    spoilt = keys * 1
+    spoilt[7, 1, 3], spoilt[9, 0, 2] = math.nan, -math.inf
     came = np.array(spoilt) if kind == "numpy" else spoilt
     o = SMALL | {"bit_budget": 40} | options
     found = vq.kvtc_calibrate(came, values, **o)
     arrays = found.arrays()
-    for side, rows in (("key", np.delete(numbers(keys), 7, axis=0)), ("value", numbers(values))):
+    for side, rows in (("key", np.delete(numbers(keys), [7, 9], axis=0)), ("value", numbers(values))):
         own = [numbers(arrays[f"{side}_{name}"]) for name in ("basis", "mean", "width", "scale", "shift")]
         assert own[0].shape[2] == (own[2] > 0).sum(axis=-1).max() < (o.get("rank") or rows.shape[2]) + 1
         budget = o.get("bit_budget_k", 40) if side == "key" else 40
