@@ -359,6 +359,19 @@ def test_the_largest_numbers_are_kept(dtype: mx.Dtype, late: bool, bits: int, al
         assert mx.isfinite(method.attend(state, queries[:, :, -1:], 1e-3)).all()
 
 
+@dtypes
+@pytest.mark.parametrize("rotate", [True, False])
+def test_late_rows_along_a_weak_axis_are_kept(dtype: mx.Dtype, rotate: bool) -> None:
+    """All numbers of a row are 60000, along the axis with the least spread among the first rows."""
+    rng, at = np.random.default_rng(0), np.arange(N)[:, None]
+    x = 10 * rng.normal(size=(N, 1)) * np.tile([1, -1], 32) + 0.01 * rng.normal(size=(N, 1))
+    x = np.where(at < 104, x, 60000 * np.sign(rng.normal(size=(N, 1))))
+    keys = mx.array(x.reshape(N, HEADS, DIM).swapaxes(0, 1)[None].astype(np.float32)).astype(dtype)
+    method = vq.xkv(layers=2, rotate=rotate, **SMALL)
+    read = rows_in_order(method, feed(method, keys))[0]
+    assert np.abs(read - numbers(keys)[0])[:, 104:].max() <= 0.05 * 60000
+
+
 @pytest.mark.parametrize("bad, layer", [(math.nan, 0), (-math.inf, 1)])
 @pytest.mark.parametrize("at", [1, 103, 120])
 @dtypes

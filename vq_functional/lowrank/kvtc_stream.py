@@ -28,6 +28,7 @@ def kvtc_encode(transform: Transform, state: BlockState) -> bytes:
     """The settled `state` of a transform of `kvtc`; for `kvtc_decode` with an equal transform. Reads back."""
     _check_transform("kvtc_encode", transform)
     check(isinstance(state, BlockState), "kvtc_encode", "state", "must be of rows in blocks", type(state))
+    deflated = [encode_state(transform, state)]  # refuses another transform's state
     room: dict[str, mx.array] = {}
     sections: list[bytes] = []
     for side in SIDES:
@@ -37,7 +38,7 @@ def kvtc_encode(transform: Transform, state: BlockState) -> bytes:
         sections += encoded_codes(transform, state, side)
     sections.insert(0, encode_state(transform, _with_words(state, room)))
     # What repeats goes better deflated with all else.
-    best = min(sections, [encode_state(transform, state)], key=lambda found: sum(map(len, found)))
+    best = min(sections, deflated, key=lambda found: sum(map(len, found)))
     data = MAGIC + b"".join(SIZE.pack(len(section)) + section for section in best)
     return data + CHECKSUM.pack(zlib.crc32(data))
 
