@@ -85,7 +85,7 @@ def test_axes_and_spread_are_those_of_all_layers_first_rows(
         axes, mean, s = factors(held)
         assert axes.shape == (layers * heads * x.shape[3], 32 * math.ceil(min(70, axes.shape[0]) / 32))
         share = assert_axes(joint(numbers(x)[0])[n_sink:104], axes, mean, centred)
-        np.testing.assert_allclose(s, np.sqrt(np.maximum(share, 0.05)), atol=1e-4)
+        np.testing.assert_allclose(s, np.sqrt(np.maximum(share / 0.05, 1)), atol=1e-4)
     index = mx.arange(N)[:, None]
     for other in (mx.where(index < 104, keys, 30 * keys[..., ::-1]), mx.where(index < n_sink, 50.0, keys)):
         assert same(feed(method, other, values).keys.tables, state.keys.tables)
@@ -100,7 +100,7 @@ def test_tables_in_each_dtype(dtype: mx.Dtype, bits: int) -> None:
     assert state.keys.tables[0].dtype.size == dtype.size
     axes, mean, s = factors(state.keys)
     share = assert_axes(joint(numbers(keys)[0])[2:104], axes, mean, True, {mx.float32: 2e-6}.get(dtype, UNIT[dtype]))
-    want = np.sqrt(np.maximum(share, 0.05)) if bits < 16 else np.ones(64)
+    want = np.sqrt(np.maximum(share / 0.05, 1)) if bits < 16 else np.ones(64)
     np.testing.assert_allclose(s / s.max(), want, atol=1e-2)
     assert math.log2(s.max()).is_integer() and (s.max() == 1 or dtype == mx.float16)
 
@@ -160,7 +160,7 @@ def test_everything_held_equals_the_oracle(options: dict[str, Any]) -> None:
         axes, sigma = (np.pad(y, [(0, 0)] * (y.ndim - 1) + [(0, width)])[..., :width] for y in (axes.T, sigma))
         axes = axes * np.where((axes * like).sum(axis=0) < 0, -1, 1)
         coded, q = bits_of(o, side) < 16, turn(width, o, side)
-        s = np.sqrt(np.maximum(sigma / sigma[0], 0.05)) if coded else np.ones(width)
+        s = np.sqrt(np.maximum(sigma / sigma[0] / 0.05, 1)) if coded else np.ones(width)
         a = (rows[2:CODED] - mean) @ (axes / s) @ q
         want = (quantized(a, bits_of(o, side), o.group_quant_size) if coded else a) @ q.T * s @ axes.T + mean
         got = joint(rows_in_order(vq.xkv(layers=2, **SMALL | options), state)[side])[2:CODED]

@@ -149,6 +149,6 @@ def check_state(method: Any, state: Any, sides: Sequence[mx.array], o: XKVOption
 def given_factors(basis: XKVBasis, bits: int = 4) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     found = []
     for axes, mean, spread in ((numbers(table.array) for table in side) for side in (basis.key, basis.value)):
-        s = np.sqrt(np.maximum(spread / spread.max(), 0.05)) if bits < 16 else np.ones(len(spread))
+        s = np.sqrt(np.maximum(spread / spread.max() / 0.05, 1)) if bits < 16 else np.ones(len(spread))
         found.append((axes.reshape(-1, len(s)), mean.reshape(-1), s))
     return found

@@ -99,9 +99,11 @@ class SharedFactors(StackCoder):
     def as_tables(self, basis: mx.array, mean: mx.array, spread: mx.array) -> Rows:
         """Tables of float32 axes, mean, and `spread` [B, R] along the axes."""
         share = spread / mx.maximum(spread.max(axis=-1, keepdims=True), TINY)
-        # The square root goes to either side, so that the errors of equal steps are least in sum.
-        scale = mx.sqrt(mx.maximum(share, LEAST_SPREAD)) if self._coded else mx.ones_like(share)
-        return basis.astype(self.dtype), to_dtype(mean, self.dtype), (scale / shrink(basis.shape[1] * self.dim, self.dtype))[:, None]
+        # The square root goes to either side, so that the errors of equal steps are least in sum. No scale is below 1,
+        # so that none makes a latent longer than its row.
+        scale = mx.sqrt(mx.maximum(share / LEAST_SPREAD, 1)) if self._coded else mx.ones_like(share)
+        scale = scale / shrink(basis.shape[1] * self.dim, self.dtype)
+        return basis.astype(self.dtype), to_dtype(mean, self.dtype), scale[:, None]
 
     def encode(self, x: mx.array) -> Rows:
         return self.encode_by(x, ())
