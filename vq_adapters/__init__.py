@@ -1,6 +1,7 @@
 """KV-cache compression for mlx_lm: drop-in caches over vq_functional."""
 
 from vq_adapters import files
+from vq_adapters.anchor_classes import AnchorKVKVCache
 from vq_adapters.artifacts import ArtifactStore, FileArtifactStore
 from vq_adapters.block_classes import AdaKVCache, AgeTieredKVCache, KittyKVCache, SinkProtectedKVCache
 from vq_adapters.builder import STANDALONE_METHODS, KVCacheBuilder, KVCacheFactory, report
@@ -103,6 +104,7 @@ __all__ = [
     "AdaKVOptions",
     "AgeTieredKVCache",
     "AgeTieredKVOptions",
+    "AnchorKVKVCache",
     "AnchorKVOptions",
     "ArtifactStore",
     "CaMKVCache",

@@ -98,19 +98,20 @@ def _joined(transform: Transform, states: list[tuple[Any, int]]) -> Any:
     held = [state for state, _ in states if state is not None]
     if not held:
         return None
-    layout, capacity = held[0].layout, max(transform.capacity(state) for state in held)
+    layout, extents = held[0].layout, [transform.extent(state) for state in held]
     if len(held) < len(states):
-        capacity = max(capacity, transform.capacity(_empty(transform, layout, 1)))
+        extents.append(transform.extent(_empty(transform, layout, 1)))
+    extent = transform.common(extents)
     for state in held:
         check(state.layout == layout, "merge", "caches", f"must be of one layout {layout}", state.layout)
-    grown = [blank(transform, layout, rows, capacity) if state is None else state for state, rows in states]
-    grown = [transform.widen(state, capacity) for state in grown]
+    grown = [blank(transform, layout, rows, extent) if state is None else state for state, rows in states]
+    grown = [transform.widen(state, extent) for state in grown]
     return map_leaves(lambda *leaves: mx.concatenate(list(leaves), axis=0), *grown)
 
 
-def blank(transform: Transform, layout: Layout, rows: int, capacity: int) -> Any:
-    """An empty state of `rows` batch rows with exactly the room that a state of `capacity` has."""
-    return transform.widen(_empty(transform, layout, rows), capacity)
+def blank(transform: Transform, layout: Layout, rows: int, extent: Any) -> Any:
+    """An empty state of `rows` batch rows with exactly the room that a state of this extent has."""
+    return transform.widen(_empty(transform, layout, rows), extent)
 
 
 def _empty(transform: Transform, layout: Layout, rows: int) -> Any:

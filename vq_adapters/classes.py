@@ -1,5 +1,6 @@
 """The class of each method; the others are served by TransformKVCache itself."""
 
+from vq_adapters.anchor_classes import AnchorKVKVCache
 from vq_adapters.block_classes import AdaKVCache, AgeTieredKVCache, KittyKVCache, SinkProtectedKVCache
 from vq_adapters.coded_classes import KIVIKVCache, TurboQuantRVQKVCache
 from vq_adapters.crosslayer_classes import MiniCacheKVCache, XKVKVCache, XQuantKVCache
@@ -61,6 +62,7 @@ _KINDS: tuple[type[MethodKVCache], ...] = (
     XQuantKVCache,
     MiniCacheKVCache,
     XKVKVCache,
+    AnchorKVKVCache,
     TurboQuantRVQKVCache,
 )
 

@@ -43,9 +43,7 @@ CONFIG_FIELDS: dict[str, Any] = {
 }
 
 # Options of documented methods that the table of methods doesn't have, named as functional options.
-UNBUILT: dict[str, dict[str, Any]] = {
-    "anchorkv": {"theta": 0.05, "window": 32, "rho": 0.7, "anchor_frac": 0.0078125, "residual_bits": 2, "seed": 42},
-}
+UNBUILT: dict[str, dict[str, Any]] = {}
 
 
 def options_of(method: str) -> dict[str, Any]:

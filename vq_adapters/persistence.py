@@ -42,7 +42,7 @@ def header(cache: TransformKVCache) -> dict[str, Any]:
         "padding": cache._padding,
         "fills": [list(attrs.astuple(fill)) for fill in cache._fills],
         "layout": None if cache._state is None else _layout_of(cache),
-        "capacity": None if cache._state is None else cache.transform.capacity(cache._state),
+        "capacity": None if cache._state is None else cache.transform.extent(cache._state),
         "group": None if cache._group is None else [cache._group.key, cache._layer, cache._group.uneven],
     }
 

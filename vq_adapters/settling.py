@@ -124,7 +124,7 @@ class SettlingState(CountedState):
         tokens, leader, told = [fill.tokens for fill in self._fills], self.transform.leader, None
         if self._group is not None and leader is not None:
             told = self._group.handed(leader, tokens)
-        transform = self.transform.after(min(self._fills, key=lambda fill: fill.coded))
+        transform = self.transform.after(self._fills)
         if asked.shape[2] > 1 or lengths is not None:
             state, told = transform.settle_in(self._state, told, asked, lengths, proxy=proxy)
         else:

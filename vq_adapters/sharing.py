@@ -109,7 +109,7 @@ def _end_calls(member: Member, caches: Sequence[SharingState]) -> None:
         cache._unsettled = None
     if call is None or not call.settles:
         return
-    stack = member.stack.after(min(caches[0]._fills, key=lambda fill: fill.coded))
+    stack = member.stack.after(caches[0]._fills)
     states = tuple(cache._state for cache in caches)
     for cache in caches:
         cache._state = None

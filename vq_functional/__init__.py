@@ -42,6 +42,7 @@ from vq_functional.evict.tova import tova, tova_policy
 from vq_functional.hybrid.a2ats import a2ats, a2ats_calibrate
 from vq_functional.hybrid.amc import amc, amc_calibrate
 from vq_functional.hybrid.amc_options import AMCBasis
+from vq_functional.hybrid.anchorkv import anchorkv
 from vq_functional.hybrid.rocketkv import rocketkv, rocketkv_policy
 from vq_functional.lowrank.kvtc import KVTCBasis, kvtc, kvtc_calibrate
 from vq_functional.lowrank.kvtc_stream import kvtc_decode, kvtc_encode
@@ -86,6 +87,7 @@ __all__ = [
     "age_tiered",
     "amc",
     "amc_calibrate",
+    "anchorkv",
     "blocks",
     "cachegen",
     "cam",

@@ -35,6 +35,8 @@ from vq_functional.evict.tova import TOVAOptions, tova
 from vq_functional.hybrid.a2ats import A2ATSOptions, a2ats
 from vq_functional.hybrid.amc import amc
 from vq_functional.hybrid.amc_options import AMCOptions
+from vq_functional.hybrid.anchor_options import AnchorKVOptions
+from vq_functional.hybrid.anchorkv import anchorkv
 from vq_functional.hybrid.rocketkv import RocketKVOptions, rocketkv
 from vq_functional.lowrank.kvtc import KVTCOptions, kvtc
 from vq_functional.lowrank.palu import PALUOptions, palu
@@ -60,6 +62,7 @@ class Method:
     packs           holds codes
     chunk_invariant one-shot prefill equals any chunking, bit for bit
     attends_codes   `attend` reads codes without rebuilding keys or values
+    anchors         codes the prompt once, when it has ended
     stacks          packs the rows of several layers together
     vectors         also serves one head, vector by vector
     window          which rows stay follows from their positions alone
@@ -133,6 +136,7 @@ TABLE = (
     _row("kvtc", KVTCOptions, kvtc, "2511.01815", _CODES),
     _row("minicache", MiniCacheOptions, minicache, "2405.14366", f"{_CODES} stacks classes"),
     _row("xkv", XKVOptions, xkv, "2503.18893", f"{_CODES} stacks"),
+    _row("anchorkv", AnchorKVOptions, anchorkv, "2608.02901", "packs attends_codes uses_queries anchors"),
 )
 
 METHODS = {method.name: method for method in TABLE}

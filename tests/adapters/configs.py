@@ -11,6 +11,8 @@ from vq_adapters import (
     AgeTieredKVOptions,
     AMCKVCache,
     AMCOptions,
+    AnchorKVKVCache,
+    AnchorKVOptions,
     CacheGenKVCache,
     CacheGenOptions,
     CaMKVCache,
@@ -109,6 +111,7 @@ OPTIONS: dict[Any, Any] = {
     XQuantKVCache: XQuantOptions(),
     MiniCacheKVCache: MiniCacheOptions(),
     XKVKVCache: XKVOptions(xkv_rank=16),
+    AnchorKVKVCache: AnchorKVOptions(anchorkv_theta=0.4, anchorkv_window=8, anchorkv_anchor_frac=1 / 16),
     TurboQuantRVQKVCache: None,
 }
 _BITS = {KIVIKVCache: 4, SinkProtectedKVCache: 4, TurboQuantRVQKVCache: 2}
@@ -260,6 +263,15 @@ EMPTY: dict[Any, dict[str, Any]] = {
         "value_fp16_bytes": 0,
         "rank": 16,
         "assigned_avg_bits": 4.0,
+    },
+    AnchorKVKVCache: {
+        "anchorkv_bytes": 0,
+        "full_seq_bytes": 0,
+        "compression_ratio": 1.0,
+        "tokens_kept": 0,
+        "tokens_total": 0,
+        "n_anchor_total": 0,
+        "n_residual_total": 0,
     },
     TurboQuantRVQKVCache: {"compressed_key_bytes": 0, "fp16_key_bytes": 0, "assigned_bits": 2},
 }

@@ -141,6 +141,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "kvtc": {"window": 8, "n_fit": 32},
     "minicache": {"block": 16, "residual_length": 8, "direction_bits": 8, "retained_share": 0.75},
     "xkv": {"n_fit": 32, "residual_length": 8, "rank": 32},
+    "anchorkv": {"window": 4, "theta": 0.3, "anchor_frac": 0.1, "n_sink": 1},
 }
 WIDE: dict[str, dict[str, Any]] = {
     "streaming_llm": {"window_size": 512},
@@ -185,6 +186,7 @@ WIDE: dict[str, dict[str, Any]] = {
     "kvtc": {"window": 512},
     "minicache": {"residual_length": 512},
     "xkv": {"residual_length": 512},
+    "anchorkv": {"window": 512},
 }
 COMPOSED = "h2o over turboquant_mse"
 WINDOWED = "sliding_window over int8"

@@ -11,6 +11,7 @@ from models import build, tokens
 from vq_adapters import (
     AMCKVCache,
     AMCOptions,
+    AnchorKVKVCache,
     CaMKVCache,
     CaMOptions,
     ChunkKVCache,
@@ -238,6 +239,29 @@ class TestBytes:
             "reuse_param_bytes": 0,
             "effective_pair_bits": 8 * keys / (B * H * 32 * D),
         }
+
+    def test_anchorkv(self, dtype):
+        """Of a prompt of 200 tokens 12 are anchors; what 0.4 of its bytes leave is for residuals, half for keys."""
+        cache = feed(AnchorKVKVCache(CONFIGS[AnchorKVKVCache]), (128, 72, 1, 1), dtype=dtype)
+        row, key, value = (D + DV) * ITEM[dtype], D * 2 // 8 + 6, DV * 2 // 8 + 6
+        base = H * (12 * (row + 4) + 200 * 2 * (2 + 2))
+        left = int(H * 0.4 * row * 200 - base)
+        pairs = left // (key + value)
+        more = left - pairs * (key + value) >= value
+        pairs, more = (pairs, more) if 2 * pairs + more <= 2 * H * 188 else (H * 188, False)
+        full, total = B * H * 202 * row, B * (base + pairs * (key + value) + more * value + H * 2 * row)
+        assert statistics(cache) == {
+            "anchorkv_bytes": total,
+            "full_seq_bytes": full,
+            "compression_ratio": full / total,
+            "tokens_kept": B * H * 202,
+            "tokens_total": B * H * 202,
+            "n_anchor_total": B * H * 12,
+            "n_residual_total": B * (2 * pairs + more),
+        }
+        state = cache._settled_state()
+        assert (state.position >= 0).sum() == cache.n_anchor_total
+        assert sum((side.place >= 0).sum() for side in (state.keys, state.values)) == cache.n_residual_total
 
     def test_turboquant_rvq(self, dtype):
         cache = feed(TurboQuantRVQKVCache(CONFIGS[TurboQuantRVQKVCache]), dtype=dtype)

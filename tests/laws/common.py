@@ -32,6 +32,7 @@ OWN: dict[str, dict[str, Any]] = {
     "age_tiered": {"recent_boundary": 16, "mid_boundary": 32},
     "svdq": {"n_fit": 32},
     "palu": {"n_fit": 64},
+    "anchorkv": {"window": 6, "theta": 0.3, "anchor_frac": 0.05},
     "xkv": {"n_fit": 64},
     "minicache": {"block": 32, "direction_bits": 8},
     "kvtc": {"window": 32, "n_fit": 48},

@@ -7,6 +7,7 @@ may see; `settle` then applies the method's rule: it evicts, or packs groups.
 (the attention hook) uses the moments one by one.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import attrs
@@ -143,9 +144,17 @@ class Transform:
         """The same rows in arrays with room for `capacity` rows."""
         return state
 
-    def widen(self, state: Any, capacity: int) -> Any:
-        """Room for exactly `capacity` rows, to stand beside others in a batch; an empty state may get narrower."""
-        return self.grow(state, capacity)
+    def extent(self, state: Any) -> Any:
+        """Plain numbers that the shapes of the state's arrays follow from."""
+        return self.capacity(state)
+
+    def common(self, extents: Sequence[Any]) -> Any:
+        """The extent that has room for states of all these."""
+        return max(extents)
+
+    def widen(self, state: Any, extent: Any) -> Any:
+        """The state in arrays of exactly this extent, to stand beside others; an empty one may get narrower."""
+        return self.grow(state, extent)
 
     def trim(self, state: Any, n: int) -> Any:
         """Without the newest `n` rows; the others read exactly as before."""
@@ -168,8 +177,11 @@ class Transform:
         """Whether `settle` does anything after a call of `n` tokens that led to `fill`."""
         return False
 
-    def after(self, fill: Fill) -> "Transform":
-        """The same method for states that are as full as `fill` at least, where that spares its steps some work."""
+    def after(self, fills: Sequence[Fill]) -> "Transform":
+        """The same method for the end of a call that leads to these `fills`, one a batch row.
+
+        Where it is another one it spares the step some work, or knows the shapes of what the step leaves.
+        """
         return self
 
     def room(self, fill: Fill, n: int, count: int | None = None) -> int:

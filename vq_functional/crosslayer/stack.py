@@ -7,6 +7,7 @@ has taken its rows, all settle together.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, cast
 
 import attrs
@@ -40,8 +41,8 @@ class Stack(Blocks):
         check(0 <= layer < self.layers, self.name, "layer", f"must be below {self.layers}", layer)
         return Member(self, layer)
 
-    def after(self, fill: Fill) -> "Stack":
-        return cast(Stack, super().after(fill))
+    def after(self, fills: Sequence[Fill]) -> "Stack":
+        return cast(Stack, super().after(fills))
 
     def init_group(self, spec: KVSpec, left_padding: mx.array | None = None) -> Members:
         """Empty states of all members; `spec` is that of one layer."""
@@ -151,8 +152,8 @@ class Member(Transform):
     def grow(self, state: Any, capacity: int) -> Any:
         return self.reader.grow(state, capacity) if self.layer == 0 else state
 
-    def widen(self, state: Any, capacity: int) -> Any:
-        return self.reader.widen(state, capacity) if self.layer == 0 else state
+    def widen(self, state: Any, extent: Any) -> Any:
+        return self.reader.widen(state, extent) if self.layer == 0 else state
 
     def capacity(self, state: Any) -> int:
         """Packed rows that the state has room for; 0 where they lie with the first member."""

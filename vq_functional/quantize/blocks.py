@@ -8,6 +8,7 @@ attends to its own rows, and to all that were exact when it began, exactly.
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -190,11 +191,11 @@ class Blocks(Store, Transform):
     def grow(self, state: BlockState, capacity: int) -> BlockState:
         return self.widen(state, self._columns(capacity) + self.least - self.block)
 
-    def widen(self, state: BlockState, columns: int) -> BlockState:
-        if columns <= self.capacity(state):
+    def widen(self, state: BlockState, extent: int) -> BlockState:
+        if extent <= self.capacity(state):
             return state
         keys, values = (
-            attrs.evolve(coded, rows=side.grown(coded.rows, columns))
+            attrs.evolve(coded, rows=side.grown(coded.rows, extent))
             for side, coded in zip(self.sides(state.layout), (state.keys, state.values), strict=True)
         )
         return attrs.evolve(state, keys=keys, values=values)
@@ -230,8 +231,8 @@ class Blocks(Store, Transform):
     def settles(self, fill: Fill, n: int) -> bool:
         return n > 1 or self.settled(fill, n) != fill
 
-    def after(self, fill: Fill) -> "Blocks":
-        return _steady(self) if fill.coded else self
+    def after(self, fills: Sequence[Fill]) -> "Blocks":
+        return _steady(self) if all(fill.coded for fill in fills) else self
 
     def room(self, fill: Fill, n: int, count: int | None = None) -> int:
         if self.max_ctx is not None:
