@@ -63,7 +63,7 @@ class KVCacheFactory:
     def create(config: KVCacheConfig) -> KVCache | TransformKVCache:
         """The documented class of the method; for the methods with a per-vector API, that one.
 
-        Raises QuantizerConfigError for a list of bit widths and for methods that are not built.
+        Raises QuantizerConfigError for a list of bit widths.
         """
         check(isinstance(config, KVCacheConfig), "KVCacheFactory", "config", "must be a KVCacheConfig", config)
         if config.method not in STANDALONE_METHODS:

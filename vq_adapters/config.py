@@ -24,7 +24,7 @@ from vq_functional.core.store import RowStore
 from vq_functional.core.transform import Transform
 from vq_functional.evict.engine import Evicting
 from vq_functional.evict.sliding_window import windowed
-from vq_functional.methods import METHODS, find
+from vq_functional.methods import find
 from vq_functional.ops.rope import Rope
 
 Rule = Callable[[str, str, Any], None]
@@ -200,11 +200,10 @@ class KVCacheConfig:
         metal = self.use_metal_kernels is not True or mx.metal.is_available()
         if not metal:
             raise RuntimeError(f"{self.method}: `use_metal_kernels` must not be True: there is no Metal device")
-        if self.method in METHODS:
-            self._check_effects()
-            count = max((len(entries) for entries in self._lists().values()), default=1)
-            for index in range(count):
-                self._checkable().for_layer(Layer(index=index % count)).transform()
+        self._check_effects()
+        count = max((len(entries) for entries in self._lists().values()), default=1)
+        for index in range(count):
+            self._checkable().for_layer(Layer(index=index % count)).transform()
 
     def __repr__(self) -> str:
         changed = {name: getattr(self, name) for name, default in DEFAULTS.items()}
@@ -221,10 +220,8 @@ class KVCacheConfig:
     def transform(self) -> Transform:
         """The configured transform of one layer.
 
-        Raises QuantizerConfigError for a method that is not built, for a list, and for a budget in bytes.
+        Raises QuantizerConfigError for a list, and for a budget in bytes.
         """
-        rule = f"is documented but not built; built are {sorted(METHODS)}"
-        check(self.method in METHODS, self.method, "method", rule, self.method)
         options = {option: getattr(self, field) for option, field in self._uses().items()}
         for option, field in self._uses().items():
             value = options[option]
@@ -243,8 +240,8 @@ class KVCacheConfig:
 
     def stacks(self, layers: int) -> list[int]:
         """Sizes of the stacks of consecutive layers that are packed together; 1 for a layer that stands alone."""
-        row = METHODS.get(self.method)
-        if row is None or "stacks" not in row.traits:
+        row = find(self.method)
+        if "stacks" not in row.traits:
             return [1] * layers
         options: Any = row.options(**{option: getattr(self, field) for option, field in self._uses().items()})
         return options.stacks(layers)
@@ -333,10 +330,9 @@ class KVCacheConfig:
                 found.append((DeprecationWarning, text))
             else:
                 found.append((DeprecationWarning, f"{text}; it has no effect on {self.method}"))
-        if self.method in METHODS:
-            unused = [field for field in UNUSED if field not in self._uses().values()]
-            unused = [field for field in unused if not _same(getattr(self, field), DEFAULTS[field])]
-            found += [(UserWarning, f"KVCacheConfig: `{field}` has no effect on {self.method}") for field in unused]
+        unused = [field for field in UNUSED if field not in self._uses().values()]
+        unused = [field for field in unused if not _same(getattr(self, field), DEFAULTS[field])]
+        found += [(UserWarning, f"KVCacheConfig: `{field}` has no effect on {self.method}") for field in unused]
         return found
 
     def _check_effects(self) -> None:

@@ -1,7 +1,4 @@
-"""What is documented and can't come from functional options: method names, shared fields, methods not in the table.
-
-A method's defaults live in its functional options: a method that joins the table leaves `UNBUILT`.
-"""
+"""What is documented and can't come from functional options: the order of the method names, and shared fields."""
 
 from typing import Any
 
@@ -42,15 +39,10 @@ CONFIG_FIELDS: dict[str, Any] = {
     "fused_sdpa_memory_bound": False,
 }
 
-# Options of documented methods that the table of methods doesn't have, named as functional options.
-UNBUILT: dict[str, dict[str, Any]] = {}
-
 
 def options_of(method: str) -> dict[str, Any]:
     """Functional options of a method and their defaults."""
-    if method in METHODS:
-        return {option.name: option.default for option in attrs.fields(METHODS[method].options)}
-    return UNBUILT.get(method, {})
+    return {option.name: option.default for option in attrs.fields(METHODS[method].options)}
 
 
 def fields_of(method: str) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from vq_adapters import (
 from vq_adapters.builder import _head_dim, _join, _stacked, attentions
 from vq_adapters.classes import CLASSES
 from vq_adapters.config import Layer
-from vq_adapters.documented import UNBUILT
 from vq_adapters.rotation import rope_of
 from vq_functional.methods import METHODS, TABLE
 
@@ -96,11 +95,6 @@ class TestFactory:
     def test_a_list_of_bits_is_refused(self, method):
         with pytest.raises(QuantizerConfigError, match=f"{method}: `bit_width_inlier`"):
             KVCacheFactory.create(KVCacheConfig(method=method, bit_width_inlier=[2, 4]))
-
-    @pytest.mark.parametrize("method", UNBUILT)
-    def test_methods_that_are_not_built(self, method):
-        with pytest.raises(QuantizerConfigError, match=f"{method}: `method` is documented but not built"):
-            KVCacheFactory.create(KVCacheConfig(method=method))
 
     def test_takes_a_configuration_only(self):
         with pytest.raises(QuantizerConfigError, match="KVCacheFactory: `config`"):
@@ -363,11 +357,6 @@ class TestForModel:
         model.layers[1].self_attn.head_dim = 1
         with pytest.raises(QuantizerConfigError, match="`head_dim`"):
             KVCacheBuilder.for_model(model, KVCacheConfig(method="turboquant_mse"))
-
-    @pytest.mark.parametrize("method", UNBUILT)
-    def test_methods_that_are_not_built(self, method):
-        with pytest.raises(QuantizerConfigError, match=f"{method}: `method` is documented but not built"):
-            KVCacheBuilder.for_model(build("llama"), KVCacheConfig(method=method))
 
     @pytest.mark.parametrize("config", [None, "h2o", vq.h2o_policy()])
     def test_takes_configurations_and_transforms(self, config):

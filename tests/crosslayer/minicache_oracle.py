@@ -263,12 +263,10 @@ def check_block(
         direction = check_direction([y[head, span][i] for y in held.direction], found[i][0], doubt[i], bits, dtype)
         length = max(np.linalg.norm(direction), 1e-30)
         for m in range(len(x)):
-            size, want = (
-                held.sizes[m, head, span][i],
-                np.linalg.norm(apart[m, i]) / length / (2 * math.sqrt(x.shape[2])),
-            )
+            size, unit = held.sizes[m, head, span][i], 2 * math.sqrt(x.shape[2])
+            want = np.linalg.norm(apart[m, i]) / length / unit
             assert (size == 0) if i in kept else abs(size - want) <= (UNIT[dtype] + 4e-6) * want + 1e-7 * reach + small
-            read[m, i] = clean[m, i] if i in kept else size * 2 * math.sqrt(x.shape[2]) * direction + centers[m, 0]
+            read[m, i] = clean[m, i] if i in kept else size * unit * direction + centers[m, 0]
     return read
 
 

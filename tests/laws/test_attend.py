@@ -69,7 +69,7 @@ def test_attend_is_attention_over_what_read_returns(
         assert_attends(transform, held, fill, queries, kind, dtype)
 
 
-@over("attends_codes")
+@over("attends_codes", without=["anchors"])
 def test_codes_are_not_turned_back_into_rows(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     transform = subject.transform
     spec = vq.KVSpec(batch=2, kv_heads=2, key_dim=64, value_dim=64, capacity=96)

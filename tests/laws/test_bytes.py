@@ -57,7 +57,7 @@ def filled(subject: Subject, pieces: Sequence[int], *, attends: bool = False) ->
     return cache
 
 
-@over()
+@over(without=["anchors"])
 @pytest.mark.parametrize("pieces", [[TOKENS], [600] + [1] * 40], ids=["prompt", "decoded"])
 @pytest.mark.parametrize("attends", [False, True], ids=["fetched", "attended"])
 def test_nbytes_is_what_can_be_reached(subject: Subject, pieces: list[int], attends: bool) -> None:
@@ -78,7 +78,7 @@ def test_nbytes_of_a_functional_state(subject: Subject) -> None:
     assert vq.nbytes(state) == sum(array.nbytes for array in reachable(state))
 
 
-@over("packs", without=["pages"])
+@over("packs", without=["pages", "anchors"])
 def test_no_array_holds_the_keys_unpacked(subject: Subject) -> None:
     """Keys four times as wide as values: what is not codes is no larger than what values take."""
     spec = vq.KVSpec(kv_heads=2, key_dim=128, value_dim=32, capacity=512)
@@ -243,7 +243,7 @@ FORMULAS = {
 }
 
 
-@over("packs", among=METHODS)
+@over("packs", among=METHODS, without=["anchors"])
 @pytest.mark.parametrize("n", [64, 512])
 def test_bytes_follow_the_formula(subject: Subject, n: int) -> None:
     assert subject.name in FORMULAS, f"{subject.name} packs, and its bytes have no formula here"

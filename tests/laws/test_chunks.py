@@ -70,7 +70,7 @@ def test_cuts_before_the_budget_is_full_change_nothing(subject: Subject, places:
     assert (held_positions(transform, pieces) == range(24)).all()
 
 
-@over("packs", without=["evicts"])
+@over("packs", without=["evicts", "anchors"])
 @pytest.mark.parametrize("pieces", [[8] + [1] * 150, [158], [64, 64, 30]], ids=["one-by-one", "one-shot", "chunks"])
 def test_decoded_tokens_become_codes_too(subject: Subject, pieces: list[int]) -> None:
     """Exact key rows: at most 32 that are asked for and a group that isn't full."""

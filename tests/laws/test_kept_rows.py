@@ -93,7 +93,7 @@ def test_every_subject_really_evicts(subject: Subject) -> None:
     assert np.unique(held_positions(subject.transform, run)[0], axis=0).shape[1] == rows
 
 
-@over("packs", among=PAIRS)
+@over("packs", among=PAIRS, without=["anchors"])
 def test_every_subject_really_packs(subject: Subject) -> None:
     transform = subject.transform
     run = feed(transform, begin(transform), *keys_and_values(SPEC, 80))

@@ -27,7 +27,7 @@ TOTAL, GROUP = 90, 4
 PIECES = [50, 1, 1, 8, *[1] * 30]
 
 
-@over(without=["share"])
+@over(without=["share", "anchors"])
 @given(group=st.sampled_from([1, 3, 4]), pieces=st.sampled_from([[90], [50, 40], PIECES]))
 def test_the_state_has_the_heads_of_keys(subject: Subject, group: int, pieces: list[int]) -> None:
     """Nothing is repeated for query heads: shapes are those of a run without queries."""
@@ -99,7 +99,7 @@ def test_query_heads_that_do_not_fit_are_refused(subject: Subject, heads: int) -
         subject.transform.update(begin(subject.transform).state, keys, values, tokens(5, 7, heads=heads))
 
 
-@over()
+@over(without=["anchors"])
 def test_queries_reach_the_rule_through_the_adapter(subject: Subject) -> None:
     """`attend` of the adapter settles as `update` with queries does."""
     transform, cache = subject.transform, TransformKVCache(subject.transform)

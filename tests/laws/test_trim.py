@@ -59,7 +59,7 @@ def test_trimmed_and_fed_again_equals_never_trimmed(
     assert_same(live(transform, one), live(transform, two), "later")
 
 
-@over(without=["evicts"])
+@over(without=["evicts", "anchors"])
 def test_after_a_deep_trim_the_newest_rows_are_those_of_a_fresh_start(subject: Subject) -> None:
     """Tokens that come after it are held like any others."""
     transform = subject.transform
@@ -78,7 +78,7 @@ def test_after_a_deep_trim_the_newest_rows_are_those_of_a_fresh_start(subject: S
     assert sum(part.count for part in key_parts if isinstance(part.coder, PlainCoder)) <= 63
 
 
-@over(without=["evicts"])
+@over(without=["evicts", "anchors"])
 def test_rounds_of_drafts(subject: Subject) -> None:
     """20 rounds of four tokens in and three back: counters, rows and bytes are those of a cache without drafts."""
     transform = subject.transform
