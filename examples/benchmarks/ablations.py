@@ -18,6 +18,7 @@ from vq_adapters import TransformKVCache
 from vq_functional.ops.rope import Rope
 
 LAYERS = 30  # of SmolLM2-135M
+PAIRED = 2  # of these are packed together, all from the first on
 
 # Options besides the budget, and whether attention hands over the real queries.
 CHANGES: dict[str, list[tuple[dict[str, Any], bool]]] = {
@@ -65,6 +66,31 @@ CHANGES: dict[str, list[tuple[dict[str, Any], bool]]] = {
     "nsnquant": [({}, False), ({"bits": 1}, True)],
     "vecinfer": [({}, False), ({"value_sub_dim": 4}, True)],
     "a2ats": [({}, False)],
+    "svdq": [
+        ({"n_fit": 32, "bit_schedule": (4, 3, 2, 2, 1, 1, 1, 1)}, True),
+        ({"n_fit": 32, "rope": Rope(dims=64, base=1e5)}, True),
+    ],
+    "palu": [({"n_head_groups": 1}, True), ({"rank": 64}, True), ({"rank": 64, "bits_k": 4, "bits_v": 4}, True)],
+    "kvtc": [({"bit_budget": 192, "window": 48, "n_fit": 80}, True), ({"bit_budget": 256}, True)],
+    "amc": [
+        ({"use_query_saliency": True}, True),
+        ({"k_high": 0.0, "k_mid": 0.4, "rank_mid": 64, "rank_low": 64, "residual_length": 32}, True),
+        ({"normalize": "none", "fill": "zero", "n_sink": 0}, True),
+    ],
+    "anchorkv": [
+        ({}, False),
+        ({"n_sink": 0}, True),
+        ({"theta": 0.2, "window": 16, "anchor_frac": 1 / 16}, True),
+        ({"theta": 0.305, "window": 8, "anchor_frac": 1 / 32, "residual_bits": 3}, True),
+    ],
+    "xquant": [
+        ({"n_sink": 0}, True),
+        ({"base_bits": 3, "residual_bits": 3}, True),
+        ({"base_bits": 3, "residual_bits": 3, "group_quant_size": 64, "residual_length": 32}, True),
+        ({"residual_bits": 0}, True),
+    ],
+    "minicache": [({"direction_bits": 8}, True), ({"direction_bits": 8, "center": False}, True)],
+    "xkv": [({"n_fit": 128}, True), ({"centred": False}, True)],
 }
 
 
@@ -82,8 +108,15 @@ def ablations() -> list[Entry]:
 
 def _changed(method: str, options: dict[str, Any], hook: bool) -> Entry:
     budget = {"budget": BUDGET} if "evicts" in vq.METHODS[method].traits else {}
+    if "stacks" in vq.METHODS[method].traits:
+        stack = vq.METHODS[method].build(layers=PAIRED, **options)
+        return Entry(_named(method, options), stack, hook)
     cache: Callable[[int], Any] = functools.partial(_cache, method, {**budget, **options})
-    return Entry(f"{method} {', '.join(f'{name}={value!r}' for name, value in options.items())}".strip(), cache, hook)
+    return Entry(_named(method, options), cache, hook)
+
+
+def _named(method: str, options: dict[str, Any]) -> str:
+    return f"{method} {', '.join(f'{name}={value!r}' for name, value in options.items())}".strip()
 
 
 def _cache(method: str, options: dict[str, Any], layer: int) -> TransformKVCache:

@@ -82,10 +82,10 @@ HOOK_NOTE = "hook: attention reads codes where there are any, and an evicting me
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of the table; `cache` builds that of a layer, or is a configuration for the whole model."""
+    """One row of the table; `cache` builds that of a layer, or is what `for_model` takes."""
 
     name: str
-    cache: Callable[[int], Any] | KVCacheConfig
+    cache: Callable[[int], Any] | KVCacheConfig | Transform
     hook: bool = False
     read: Callable[..., Any] = prefill
 
@@ -95,7 +95,7 @@ class Entry:
 
     def caches(self, model: Any) -> list[Any]:
         """One fresh cache a layer; keys and values come in as 16 bits."""
-        if isinstance(self.cache, KVCacheConfig):
+        if isinstance(self.cache, (KVCacheConfig, Transform)):
             return float16_rows(KVCacheBuilder.for_model(model, self.cache))
         caches, group = [self.cache(layer) for layer in range(len(model.layers))], LayerGroup()
         for layer, cache in enumerate(caches):
