@@ -224,6 +224,8 @@ ALONE: dict[Transform, Transform] = {
     for row in TABLE
     if "stacks" in row.traits
 }
+# What these hold depends on which calls are of one token: the first of these ends the prompt.
+BY_CALLS = {row.name for row in TABLE if "anchors" in row.traits}
 BY_QUERIES = {row.name for row in TABLE if "uses_queries" in row.traits} | {COMPOSED}
 TRIMMABLE = [name for name, transform in TRANSFORMS.items() if transform.trimmable]
 EVICTING = [name for name, transform in TRANSFORMS.items() if transform.evicts]

@@ -106,8 +106,8 @@ def test_a_longer_entry_is_trimmed_to_the_common_prefix(name: str) -> None:
         assert mx.allclose(logits, expected, atol=1e-3)
     else:
         # Rows that were packed stay so; the answer is off by no more than that: two bits in nsnquant, and in
-        # minicache one direction for layers that have nothing in common.
-        most = {"nsnquant": 0.4, "minicache": 0.5}.get(name, 0.2)
+        # minicache one direction for layers that have nothing in common, in anchorkv multiples of a few rows.
+        most = {"nsnquant": 0.4, "minicache": 0.5, "anchorkv": 0.6}.get(name, 0.2)
         assert mx.abs(logits - expected).mean() < most * mx.std(expected)
     assert same_states(caches, before)
 

@@ -100,7 +100,7 @@ def serving(
 
     def load_ours(*positional: Any, **named: Any) -> Any:
         model, *rest = load(*positional, **named)
-        model.make_cache = lambda: in_place([KVCache() for _ in model.layers], transform)
+        model.make_cache = lambda: in_place([KVCache() for _ in model.layers], transform, TransformKVCache)
         if hooked:
             install_attention(model)
         return model, *rest

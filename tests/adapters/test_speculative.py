@@ -9,6 +9,7 @@ import pytest
 from mlx_lm.generate import generate_step, speculative_generate_step, stream_generate
 from mlx_lm.models.cache import KVCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from models import (
+    BY_CALLS,
     CHUNK,
     EVICTING,
     TRANSFORMS,
@@ -134,7 +135,7 @@ def test_evicting_drafts_only_cost_guesses(name: str) -> None:
     assert speculative(model, draft, caches, prompt, 20, 3)[0] == expected
 
 
-@pytest.mark.parametrize("name", [*TRIMMABLE, *EVICTING])
+@pytest.mark.parametrize("name", [name for name in (*TRIMMABLE, *EVICTING) if name not in BY_CALLS])
 def test_models_that_make_our_caches(name: str) -> None:
     """`make_cache` is where mlx_lm's commands look."""
     model, draft, prompt = build("llama"), build("llama", seed=1), tokens(20)

@@ -118,7 +118,7 @@ def _max_pooled(x: mx.array, kernel: int) -> mx.array:
 
 @attrs.frozen
 class Pages:
-    """Bounds of the keys of each page; arrays [B, H, pages, D] in the dtype of keys, infinite where no row is."""
+    """Bounds of the keys of each page; arrays [B, H, pages, D] in the dtype of keys, its ends where no row is."""
 
     high: mx.array  # the largest number of each channel
     low: mx.array  # the smallest
@@ -127,7 +127,8 @@ class Pages:
         """With `key` [B, H, 1, D], where `real`, in the page int [B, H, 1] of its head."""
         batch, heads = page.shape[:2]
         place = mx.arange(batch)[:, None, None], mx.arange(heads)[None, :, None], page
-        high, low = mx.where(real, key, -mx.inf), mx.where(real, key, mx.inf)
+        end = mx.finfo(key.dtype).max
+        high, low = mx.where(real, key, -end), mx.where(real, key, end)
         return Pages(self.high.at[place].maximum(high), self.low.at[place].minimum(low))
 
     def scores(self, queries: mx.array, scale: float, channels: int, useful: mx.array) -> mx.array:
@@ -174,7 +175,8 @@ class RocketKV(Evicting):
         check(self.channels is None or self.channels <= spec.key_dim, self.name, "head_topk1", rule, self.channels)
         state = super().init_state(spec, left_padding)
         shape = spec.batch, spec.kv_heads, self._count(state.slots), spec.key_dim
-        return attrs.evolve(state, carry=Pages(mx.full(shape, -mx.inf, spec.dtype), mx.full(shape, mx.inf, spec.dtype)))
+        end = mx.finfo(spec.dtype).max
+        return attrs.evolve(state, carry=Pages(mx.full(shape, -end, spec.dtype), mx.full(shape, end, spec.dtype)))
 
     def write(self, state: SlotState, keys: mx.array, values: mx.array, lengths: mx.array | None = None) -> SlotState:
         held = super().write(state, keys, values, lengths)
@@ -196,7 +198,8 @@ class RocketKV(Evicting):
         state = super().widen(state, capacity)
         count = self._count(state.slots)
         high, low = (x[:, :, :count] for x in (state.carry.high, state.carry.low))
-        return attrs.evolve(state, carry=Pages(extend_rows(high, count, -mx.inf), extend_rows(low, count, mx.inf)))
+        end = mx.finfo(high.dtype).max
+        return attrs.evolve(state, carry=Pages(extend_rows(high, count, -end), extend_rows(low, count, end)))
 
     def ordered(self, state: SlotState) -> SlotState:
         return self._paged(super().ordered(state))
@@ -253,8 +256,9 @@ class RocketKV(Evicting):
     def _paged(self, state: SlotState) -> SlotState:
         """The state with its pages made anew."""
         keys, live = self._keys(state, state.rows.keys), (state.position >= 0)[..., None]
-        high = self._by_page(mx.where(live, keys, -mx.inf), -mx.inf).max(axis=3)
-        low = self._by_page(mx.where(live, keys, mx.inf), mx.inf).min(axis=3)
+        end = mx.finfo(keys.dtype).max
+        high = self._by_page(mx.where(live, keys, -end), -end).max(axis=3)
+        low = self._by_page(mx.where(live, keys, end), end).min(axis=3)
         return attrs.evolve(state, carry=Pages(high, low))
 
     def _by_page(self, x: mx.array, rest: float) -> mx.array:
