@@ -178,9 +178,9 @@ def file_name(name: str) -> str:
     return clean if clean == name else f"{clean}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
 
-def digest(arrays: Mapping[str, mx.array]) -> str:
-    """SHA-256 of names, shapes, dtypes and bytes."""
-    found = hashlib.sha256()
+def digest(arrays: Mapping[str, mx.array], text: str = "") -> str:
+    """SHA-256 of a text and of names, shapes, dtypes and bytes."""
+    found = hashlib.sha256(text.encode())
     for name in sorted(arrays):
         x = arrays[name]
         found.update(f"{name} {x.dtype} {x.shape}\n".encode())

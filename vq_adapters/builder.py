@@ -182,6 +182,7 @@ class KVCacheBuilder:
             known = isinstance(one, (KVCacheConfig, Transform))
             check(known, "for_model", "config", "must be a KVCacheConfig or a Transform", one)
         found = {id(one): _calibration(model, one) for one in configs}
+        specs: list[KVSpec | None] = []
         model = _language_model(model)
         caches = _own_caches(model)
         layers = _layers(model, len(caches))
@@ -195,6 +196,8 @@ class KVCacheBuilder:
         for index, (place, one, stacked) in enumerate(zip(places, configs, _stacked(configs), strict=True)):
             attention, tables = _attention(layers[place]), found[id(one)]
             spec, its = _spec(attention, _dtype(layers[place])), None if tables is None else tables[index]
+            specs.append(spec)
+            _check_stack(one, specs[index - stacked[1] :])
             layer = Layer(index, len(places), place, spec, its, rope_of(attention), *stacked)
             caches[place] = _layer_cache(one, layer, attention)
         _join([caches[place] for place in places])
@@ -257,6 +260,13 @@ def _stack_sizes(config: Config, layers: int) -> list[int]:
     return [config.layers] * (layers // config.layers)
 
 
+def _check_stack(config: Config, specs: Sequence[KVSpec | None]) -> None:
+    """Refuse to pack the rows of layers together that are known to have other shapes than the first of them."""
+    name, unlike = config.name if isinstance(config, Transform) else config.method, {*specs} - {None}
+    rule = "must have equal heads and sizes in the layers that are packed together"
+    check(len(unlike) < 2, name, "model", rule, [(spec.kv_heads, spec.key_dim) for spec in specs if spec is not None])
+
+
 def rows_kept(transform: Transform) -> int | float | None:
     """What bounds the rows that a transform holds; None where nothing does."""
     return transform.policy.budget if isinstance(transform, Evicting) else transform.window
@@ -278,8 +288,9 @@ def _spec(attention: nn.Module | None, dtype: mx.Dtype) -> KVSpec | None:
     size = _head_dim(attention)
     if size is None:
         return None
-    heads = _number(attention, _KV_HEADS) or 1
-    return KVSpec(kv_heads=heads, key_dim=size, value_dim=size, dtype=dtype, capacity=1)
+    heads = _number(attention, (*_KV_HEADS, *_QUERY_HEADS)) or 1
+    values = _number(attention, ("v_head_dim",)) or size
+    return KVSpec(kv_heads=heads, key_dim=size, value_dim=values, dtype=dtype, capacity=1)
 
 
 def _dtype(layer: nn.Module) -> mx.Dtype:
@@ -299,7 +310,8 @@ def _language_model(model: nn.Module) -> nn.Module:
     inner = getattr(model, "language_model", None)
     if hasattr(model, "make_cache") or inner is None:
         return model
-    return _language_model(inner)
+    found = _language_model(inner)
+    return found if hasattr(found, "make_cache") or hasattr(found, "layers") else model
 
 
 def _own_caches(model: nn.Module) -> list[Any]:
@@ -310,8 +322,10 @@ def _own_caches(model: nn.Module) -> list[Any]:
 
 def _layers(model: nn.Module, count: int) -> list[nn.Module]:
     """The layer of each cache; the whole model where caches and layers don't match one to one."""
-    layers = getattr(model, "layers", None)
-    return list(layers) if layers is not None and len(layers) == count else [model] * count
+    layers = list(getattr(model, "layers", ()))
+    if len(layers) != count:  # some may have no attention, and no cache
+        layers = [layer for layer in layers if _attention(layer) is not None]
+    return layers if len(layers) == count else [model] * count
 
 
 def _replaceable(entry: Any, layer: nn.Module) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from vq_adapters.recording import Captured, capture
 from vq_functional.codebook.spectral_basis import SpectralBasis, spectral_calibrate
 from vq_functional.codebook.vecinfer import VecInferTables, vecinfer_calibrate
 from vq_functional.core.errors import QuantizerConfigError, check, check_choice
+from vq_functional.crosslayer.xkv_basis import XKVBasis, xkv_calibrate
 from vq_functional.hybrid.a2ats import A2ATSTables, a2ats_calibrate
 from vq_functional.hybrid.amc import amc_calibrate
 from vq_functional.hybrid.amc_options import AMCBasis
@@ -38,13 +40,16 @@ class Calibrator:
     """How a method is calibrated.
 
     `find(*rows, **options)` gives what one layer needs, of class `kind`, whose
-    `arrays` are what a store holds and whose `from_arrays` reads them.
+    `arrays` are what a store holds and whose `from_arrays` reads them. Layers
+    that the method packs together need one in common, found from the heads of
+    all of them; `grouped_by` are its options that say which layers these are.
     """
 
     find: Callable[..., Any]
     kind: Any
     takes: tuple[str, ...]  # fields of Captured, in order
     names: tuple[str, ...] = ()  # fields of Captured that go by name
+    grouped_by: tuple[str, ...] = ()
 
 
 CALIBRATORS: dict[str, Calibrator] = {
@@ -56,6 +61,7 @@ CALIBRATORS: dict[str, Calibrator] = {
     "kvtc": Calibrator(kvtc_calibrate, KVTCBasis, ("keys", "values")),
     "palu": Calibrator(palu_calibrate, PALUBasis, ("keys", "values")),
     "amc": Calibrator(amc_calibrate, AMCBasis, ("keys", "values"), ("queries",)),
+    "xkv": Calibrator(xkv_calibrate, XKVBasis, ("keys", "values"), grouped_by=("group_size",)),
     "a2ats": Calibrator(a2ats_calibrate, A2ATSTables, ("keys", "queries"), ("positions", "rope")),
 }
 
@@ -73,12 +79,13 @@ def calibrate(
 ) -> list[Any]:
     """What a method needs for each compressed layer, found from texts that the model reads.
 
-    `options` are those of the method's own calibration, such as
-    `spectral_calibrate`; texts and `max_tokens` as for `capture`. With a
-    `store`, what it holds for this model name, method and options is taken as
-    it is, whatever the texts, and else put there. Raises QuantizerConfigError
-    for unknown methods and options, and where the store holds it for a model of
-    that name with other weights.
+    Layers that are packed together share an entry. `options` are those of the
+    method's own calibration, such as `spectral_calibrate`, and those that say
+    which layers are packed together; texts and `max_tokens` as for `capture`.
+    With a `store`, what it holds for this model name, method and options is
+    taken as it is, whatever the texts, and else put there. Raises
+    QuantizerConfigError for unknown methods and options, and where the store
+    holds it for a model of that name with other weights.
     """
     check_choice("calibrate", "method", method, tuple(CALIBRATORS))
     row = CALIBRATORS[method]
@@ -89,12 +96,15 @@ def calibrate(
         found = load_calibration(model, method, store, model_name, **options)
         if found is not None:
             return found
-    artifacts = [_found(row, layer, options) for layer in capture(model, tokenizer, texts, max_tokens)]
+    grouping, own = _grouping(method, options), {name: x for name, x in options.items() if name not in row.grouped_by}
+    layers = capture(model, tokenizer, texts, max_tokens)
+    sizes = grouping(len(layers))
+    artifacts = [_found(row, method, group, own) for group in _groups(layers, sizes)]
     if store is not None:
         arrays = {f"{i}.{name}": x for i, artifact in enumerate(artifacts) for name, x in artifact.arrays().items()}
-        metadata = {"model": fingerprint(model), "layers": len(artifacts), "options": options}
+        metadata = {"model": fingerprint(model), "layers": len(layers), "options": options}
         store.save(method, calibration_name(model_name, options), arrays, metadata)
-    return artifacts
+    return _for_each_layer(artifacts, sizes)
 
 
 def load_calibration(
@@ -109,11 +119,12 @@ def load_calibration(
     rule = "must name one model; the store holds tables of another under this name"
     check(metadata.get("model") == fingerprint(model), method, "model_name", rule, model_name)
     try:
-        layers: list[Arrays] = [{} for _ in range(metadata["layers"])]
+        sizes = _grouping(method, options)(metadata["layers"])
+        groups: list[Arrays] = [{} for _ in sizes]
         for place, x in arrays.items():
-            layer, name = place.split(".", 1)
-            layers[int(layer)][name] = x
-        return [CALIBRATORS[method].kind.from_arrays(layer) for layer in layers]
+            group, name = place.split(".", 1)
+            groups[int(group)][name] = x
+        return _for_each_layer([CALIBRATORS[method].kind.from_arrays(group) for group in groups], sizes)
     except QuantizerConfigError:
         raise
     except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -126,15 +137,50 @@ def _options(method: str, row: Calibrator) -> tuple[str, ...]:
     whole = all(one.kind is not one.VAR_KEYWORD for one in parameters)
     named = tuple(one.name for one in parameters if one.kind is not one.VAR_KEYWORD and one.name not in row.names)
     if whole:
-        return named
+        return named + row.grouped_by
     return named + tuple(field.name for field in attrs.fields(METHODS[method].options))
 
 
-def _found(row: Calibrator, layer: Captured, options: dict[str, Any]) -> Any:
+def _grouping(method: str, options: dict[str, Any]) -> Callable[[int], list[int]]:
+    """From the number of layers to the sizes of the groups of consecutive ones that have an artifact in common."""
+    names = CALIBRATORS[method].grouped_by
+    if not names:
+        return lambda layers: [1] * layers
+    chosen: Any = METHODS[method].options(**{name: options[name] for name in names if name in options})
+    return chosen.stacks
+
+
+def _groups(layers: Sequence[Captured], sizes: Sequence[int]) -> list[Sequence[Captured]]:
+    """The layers in groups of these sizes."""
+    ends = list(itertools.accumulate(sizes))
+    return [layers[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
+def _for_each_layer(artifacts: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
+    """What each group has in common, once for every layer of it."""
+    return [artifact for artifact, size in zip(artifacts, sizes, strict=True) for _ in range(size)]
+
+
+def _found(row: Calibrator, method: str, group: Sequence[Captured], options: dict[str, Any]) -> Any:
+    layer = group[0] if len(group) == 1 else _side_by_side(method, group)
     taken = [getattr(layer, field) for field in row.takes]
     check(all(x is not None for x in taken), "calibrate", "model", "must let the attention hook see its queries", None)
     named = {name: getattr(layer, name) for name in row.names}
     return row.find(*taken, **{**named, **options})
+
+
+def _side_by_side(method: str, layers: Sequence[Captured]) -> Captured:
+    """The heads of several layers one behind the other; positions and rotation are the first layer's."""
+    unlike = {(layer.keys.shape, layer.values.shape) for layer in layers}
+    rule = "must have equal heads and sizes in the layers that are packed together"
+    check(len(unlike) == 1, method, "model", rule, sorted(unlike))
+    queries = [layer.queries for layer in layers if layer.queries is not None]
+    return attrs.evolve(
+        layers[0],
+        keys=mx.concatenate([layer.keys for layer in layers], axis=1),
+        values=mx.concatenate([layer.values for layer in layers], axis=1),
+        queries=mx.concatenate(queries, axis=1) if len(queries) == len(layers) else None,
+    )
 
 
 def calibration_name(model_name: str, options: dict[str, Any]) -> str:

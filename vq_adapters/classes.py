@@ -29,6 +29,7 @@ from vq_adapters.prompt_classes import (
     SnapKVKVCache,
 )
 from vq_adapters.routed_classes import AMCKVCache, CacheGenKVCache, GEARKVCache, ZipCacheKVCache
+from vq_adapters.table_classes import A2ATSKVCache, KVQuantKVCache, NSNQuantKVCache, SKVQKVCache, VecInferKVCache
 
 _KINDS: tuple[type[MethodKVCache], ...] = (
     StreamingLLMKVCache,
@@ -64,6 +65,11 @@ _KINDS: tuple[type[MethodKVCache], ...] = (
     XKVKVCache,
     AnchorKVKVCache,
     TurboQuantRVQKVCache,
+    SKVQKVCache,
+    KVQuantKVCache,
+    NSNQuantKVCache,
+    VecInferKVCache,
+    A2ATSKVCache,
 )
 
 CLASSES: dict[str, type[MethodKVCache]] = {kind.method: kind for kind in _KINDS}

@@ -64,6 +64,20 @@ class PackedKVCache(CodedKVCache):
         room = sum(row_of_batch(x) for x in held)
         return sum(room * fill.coded // columns for fill in self._counts_now())
 
+    def _tables(self, side: str) -> int:
+        """Bytes of the tables of "keys" or "values", once there are codes."""
+        if self._state is None:
+            return 0
+        one = sum(row_of_batch(x) for x in getattr(self._state, side).tables)
+        return one * sum(fill.coded > 0 for fill in self._counts_now())
+
+    def _key_bits(self, empty: float) -> float:
+        """Bits a key number in codes with all that belongs to it; `empty` while there are none."""
+        coded = self._heads() * sum(fill.coded for fill in self._counts_now())
+        if self._state is None or coded == 0:
+            return empty
+        return 8 * self.compressed_key_bytes / (coded * self._state.layout.key_dim)
+
     def _newest(self) -> int:
         """Bytes of the newest keys and values, which are exact."""
         exact = sum(fill.rows - fill.coded for fill in self._counts_now())
@@ -104,13 +118,6 @@ class FittedKVCache(PackedKVCache):
 
     def _coded(self, side: str, arrays: int | None = None) -> int:
         return super()._coded(side, arrays) + self._tables(side)
-
-    def _tables(self, side: str) -> int:
-        """Bytes of the tables of "keys" or "values", once there are codes."""
-        if self._state is None:
-            return 0
-        one = sum(row_of_batch(x) for x in getattr(self._state, side).tables)
-        return one * sum(fill.coded > 0 for fill in self._counts_now())
 
 
 class TotalKVCache(FittedKVCache):

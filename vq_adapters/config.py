@@ -14,9 +14,9 @@ import mlx.core as mx
 
 from vq_adapters.budgets import BUDGETS, rows_within, to_bytes
 from vq_adapters.documented import DEFAULTS, METHOD_NAMES, options_of
-from vq_adapters.names import SHARED, field_of
+from vq_adapters.names import SHARED, field_of, name_of
 from vq_adapters.observers import check_observers
-from vq_adapters.options import OPTIONS, OWNERS, annotation, options_fields
+from vq_adapters.options import OPTIONS, OWNERS, annotation, foreign_fields, further_fields, options_fields
 from vq_functional.core.codec import PlainCodec
 from vq_functional.core.errors import QuantizerConfigError, check, check_choice, check_int
 from vq_functional.core.spec import FLOATS, KVSpec
@@ -60,14 +60,15 @@ NO_EFFECT = {
     "value_codebook": "it learns no codebook",
 }
 
-# Methods that a store may hold calibrations of, and the option that takes what is found for a layer; None where its
-# arrays are options by name.
+# Methods that a store may hold calibrations of, and the option that takes what is found for a layer, or for all that it
+# is packed together with; None where its arrays are options by name.
 CALIBRATED = {
     "spectral": "basis",
     "svdq": "basis",
     "palu": "basis",
     "kvtc": "basis",
     "amc": "basis",
+    "xkv": "basis",
     "vecinfer": None,
     "kvquant": None,
     "skvq": None,
@@ -168,7 +169,8 @@ class KVCacheConfig:
     """Which method, with which options; one flat field for everything that is documented.
 
     `options`, one of the options classes, fills the fields of its method. Such
-    a field set directly works too, with a DeprecationWarning. For
+    a field set directly works too, with a DeprecationWarning. What is not
+    documented, such as other bits for values, is in `options` alone. For
     `KVCacheBuilder.for_model`, `bit_width_inlier` and the fields that are a
     budget may be lists of one entry a layer, and a budget may be the bytes of
     all layers together ("48MB"). A budget below 1 is a share of the prompt.
@@ -222,18 +224,18 @@ class KVCacheConfig:
 
         Raises QuantizerConfigError for a list, and for a budget in bytes.
         """
-        options = {option: getattr(self, field) for option, field in self._uses().items()}
+        options = self._options()
         for option, field in self._uses().items():
             value = options[option]
             one = option not in PER_LAYER or not isinstance(value, (list, tuple))
             check(one, self.method, field, "must be one value for one cache; `for_model` takes a list", value)
             known = option not in BUDGETS or not isinstance(value, str)
             check(known, self.method, field, "in bytes is for `for_model`, one value for all layers", value)
-        row, place = find(self.method), self._place
+        row, place, options = find(self.method), self._place, {**options, **self._placed(options)}
         if "stacks" in row.traits:
             stack: Any = row.build(**options, layers=place.stack)
             return stack.member(place.member) if place.stack > 1 else stack
-        transform = row.build(**{**options, **self._placed()})
+        transform = row.build(**options)
         if self.dtype is not None:
             transform = held_in(transform, self.dtype)
         return transform if self.sliding_window is None else in_window(transform, self.sliding_window)
@@ -243,7 +245,7 @@ class KVCacheConfig:
         row = find(self.method)
         if "stacks" not in row.traits:
             return [1] * layers
-        options: Any = row.options(**{option: getattr(self, field) for option, field in self._uses().items()})
+        options: Any = row.options(**self._options())
         return options.stacks(layers)
 
     def for_layer(self, layer: Layer) -> KVCacheConfig:
@@ -292,17 +294,33 @@ class KVCacheConfig:
         values = {field: getattr(self, field) for field in fields if field is not None}
         return {field: value for field, value in values.items() if isinstance(value, (list, tuple)) and value}
 
-    def _placed(self) -> dict[str, Any]:
-        """Options that say which layer of how many this is, and what was found for it, where the method has them."""
-        told: dict[str, Any] = {"layer": self._place.index, "layers": self._place.count}
-        if self._place.found is not None:
-            option = CALIBRATED[self.method]
-            told |= self._place.found.arrays() if option is None else {option: self._place.found}
-        has = options_of(self.method) if self._place.count is not None else {}
-        rope = [field for option, field in self._uses().items() if option.startswith("rope_")]
-        if rope and all(_same(getattr(self, field), DEFAULTS[field]) for field in rope):
+    def _options(self) -> dict[str, Any]:
+        """All functional options of the method and their values."""
+        values = {option: getattr(self, field) for option, field in self._uses().items()}
+        if self.options is not None:
+            values |= {option: getattr(self.options, name) for option, name in further_fields(self.method).items()}
+        return options_of(self.method) | values
+
+    def _placed(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Options that say which layer of how many this is, and what was found for it, unless they are `given`."""
+        known = options_of(self.method) if self._place.count is not None else {}
+        free = {option for option, default in known.items() if _same(given[option], default)}
+        found = self._found()
+        for option in found:
+            field = name_of(self.method, option)
+            check(option in free, self.method, field, "must not be given beside a `store` that holds it", given[option])
+        told = {"layer": self._place.index, "layers": self._place.count, **found}
+        rope = {option for option in known if option.startswith("rope")}
+        if rope and rope <= free:
             told["rope"] = self._place.rope
-        return {option: value for option, value in told.items() if option in has and value is not None}
+        return {option: value for option, value in told.items() if option in free and value is not None}
+
+    def _found(self) -> dict[str, Any]:
+        """Options that calibration found."""
+        if self._place.found is None:
+            return {}
+        option = CALIBRATED[self.method]
+        return self._place.found.arrays() if option is None else {option: self._place.found}
 
     def _uses(self) -> dict[str, str]:
         """Functional options of the method and the fields that they come from."""
@@ -312,8 +330,11 @@ class KVCacheConfig:
         """Fields and values of `options`."""
         if self.options is None:
             return {}
-        kind = OPTIONS.get(self.method, type(None))
+        kind = OPTIONS[self.method]
         check(type(self.options) is kind, self.method, "options", f"must be {kind.__name__}", self.options)
+        for field, default in foreign_fields(self.method).items():
+            value = getattr(self.options, field)
+            check(_same(value, default), self.method, field, "has no effect: it is another method's", value)
         return {field: getattr(self.options, field) for field in options_fields(self.method)}
 
     def _loose(self, given: dict[str, Any]) -> list[tuple[type[Warning], str]]:

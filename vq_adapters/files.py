@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_cache
 
+from vq_adapters.artifacts import digest
 from vq_adapters.cache import TransformKVCache
 from vq_adapters.classes import CLASSES
 from vq_functional.core.errors import QuantizerConfigError, check
@@ -38,12 +39,12 @@ def save(path: str | os.PathLike[str], caches: Sequence[Any], metadata: dict[str
     """
     arrays: list[mx.array] = []
     layers = [_described(cache, arrays) for cache in caches]
-    header = {"version": VERSION, "layers": layers, "metadata": metadata or {}}
+    header = json.dumps({"version": VERSION, "layers": layers, "metadata": metadata or {}})
     target = Path(path)
     part = target.with_name(f".{target.name}.{os.getpid()}.safetensors")
     try:
         named = {str(i): array for i, array in enumerate(arrays)}
-        mx.save_safetensors(str(part), named, {"format": FORMAT, "header": json.dumps(header)})
+        mx.save_safetensors(str(part), named, {"format": FORMAT, "header": header, "digest": digest(named, header)})
         os.replace(part, target)
     finally:
         part.unlink(missing_ok=True)
@@ -74,6 +75,8 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, mx.array], dict[str, 
     header = json.loads(found["header"])
     check(header["version"] == VERSION, "load", "version", f"must be {VERSION}", header["version"])
     mx.eval(arrays)
+    whole = digest(arrays, found["header"]) == found["digest"]
+    check(whole, "load", "path", "must be as `save` wrote it", "other contents than its digest tells")
     return arrays, header
 
 

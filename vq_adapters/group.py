@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -42,7 +43,8 @@ class LayerGroup:
         return list(self._members.values())
 
     def descend(self, way: Hashable, layer: int) -> LayerGroup:
-        """The group of a list that is made of this one in some `way`, layer by layer, each asking once."""
+        """The group of a list that a thread makes of this one in some `way`, layer by layer, each asking once."""
+        way = (threading.get_ident(), way)
         found = self._descendants.get(way)
         if found is None or layer in found._members:
             found = self._descendants[way] = LayerGroup()
@@ -81,13 +83,14 @@ class LayerGroup:
         return chosen if seen == tokens else None
 
 
-_LOADED: weakref.WeakValueDictionary[str, LayerGroup] = weakref.WeakValueDictionary()
+_LOADED: weakref.WeakValueDictionary[tuple[int, str], LayerGroup] = weakref.WeakValueDictionary()
 
 
 def loaded(key: str, layer: int, uneven: bool) -> LayerGroup:
-    """The group of a saved list that is being loaded layer by layer."""
-    found = _LOADED.get(key)
+    """The group of a saved list that this thread is loading layer by layer."""
+    way = (threading.get_ident(), key)
+    found = _LOADED.get(way)
     if found is None or layer in found._members:
-        found = _LOADED[key] = LayerGroup(key)
+        found = _LOADED[way] = LayerGroup(key)
         found.uneven = uneven
     return found

@@ -58,6 +58,7 @@ ORDER: tuple[str, ...] = tuple(_FIELDS.split())
 # Where the prefix is not the method's name.
 PREFIX: dict[str, str] = {
     "vecinfer": "",
+    "kivi_sink": "kivi_",
     "snapkv": "snap_",
     "streaming_llm": "stream_",
     "pyramidkv": "pyramid_",
@@ -79,7 +80,6 @@ RENAMED: dict[str, dict[str, str]] = {
     "kivi": {"bits": "bit_width_inlier", "residual_length": "residual_length"},
     "kivi_sink": {
         "bits": "bit_width_inlier",
-        "group_size": "kivi_group_size",
         "residual_length": "residual_length",
         "n_sink": "n_sink_tokens",
     },
@@ -93,7 +93,12 @@ OWN = frozenset(
 SHARED = frozenset(("residual_length",))
 
 
+def name_of(method: str, option: str) -> str:
+    """What a functional option is called in the configuration or, where it is not documented, in its options class."""
+    return RENAMED.get(method, {}).get(option) or PREFIX.get(method, f"{method}_") + option
+
+
 def field_of(method: str, option: str) -> str | None:
     """The documented field of a functional option, or None where none is documented."""
-    field = RENAMED.get(method, {}).get(option) or PREFIX.get(method, f"{method}_") + option
+    field = name_of(method, option)
     return field if field in ORDER else None

@@ -79,10 +79,7 @@ class GEARKVCache(PackedKVCache):
     @property
     def assigned_avg_bits(self) -> float:
         """Bits a key number with all that belongs to it."""
-        coded = self._heads() * sum(fill.coded for fill in self._counts_now())
-        if self._state is None or coded == 0:
-            return float(cast(GearCodec, cast(Blocks, self.transform).key).bits)
-        return 8 * self.compressed_key_bytes / (coded * self._state.layout.key_dim)
+        return self._key_bits(float(cast(GearCodec, cast(Blocks, self.transform).key).bits))
 
     @property
     def error_recovery_ratio(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import attrs
@@ -15,6 +16,7 @@ from vq_adapters.method_cache import row_bytes
 from vq_adapters.observers import QuantizationObserver
 from vq_functional.codebook.spectral_basis import SpectralBasis
 from vq_functional.core.errors import check, check_int
+from vq_functional.core.spec import KVSpec
 from vq_functional.core.store import RowStore
 from vq_functional.core.table import Table
 from vq_functional.core.transform import Transform
@@ -171,10 +173,20 @@ class SpectralQuantKVCache(_ConfiguredKVCache):
 
     methods = ("spectral",)
 
-    def calibrate(self, basis: SpectralBasis) -> None:
-        """Take the axes of one head; raises RuntimeError where tokens are held by other ones."""
+    def compression_ratio(self) -> float:
+        """Bytes of a key in 16 bits / bytes of one as it is held, whatever has come."""
+        spec = KVSpec(kv_heads=1, key_dim=self.head_dim, value_dim=self.head_dim, capacity=1)
+        state: Any = self._transform.init_state(spec)
+        return 2 * self.head_dim / row_bytes(state.rows.keys)
+
+    def calibrate(self, basis: SpectralBasis | Sequence[Any]) -> None:
+        """Take the axes of one head; raises RuntimeError where tokens are held by other ones.
+
+        In place of a basis: axes [D, D] of keys and of values, their energies [D], and the sizes of the first blocks.
+        """
         if len(self) or self._waiting:
             raise RuntimeError(f"{type(self).__name__}: `calibrate` must come before the first token")
+        basis = basis if isinstance(basis, SpectralBasis) else self._basis(basis)
         for axes in (basis.key_axes, basis.val_axes):
             fits = axes.shape in ((1, self.head_dim, self.head_dim), (self.head_dim, self.head_dim))
             rule = f"must be of one head of size {self.head_dim}"
@@ -185,6 +197,15 @@ class SpectralQuantKVCache(_ConfiguredKVCache):
             for side, (axes, size) in sides.items()
         }
         super(_ConfiguredKVCache, self).__init__(attrs.evolve(self.store, **codecs), self.head_dim, self.window)
+
+    def _basis(self, entry: Sequence[Any]) -> SpectralBasis:
+        """A basis of one head from its parts, those of keys and of values in turn."""
+        rule = "must be a SpectralBasis, or axes, energies and sizes of keys and values in turn"
+        whole = isinstance(entry, (tuple, list)) and len(entry) == 6
+        check(whole, self._name("calibrate"), "basis", rule, type(entry).__name__)
+        *tables, key_size, val_size = entry
+        key_axes, val_axes, key_energy, val_energy = (mx.array(table).astype(mx.float32)[None] for table in tables)
+        return SpectralBasis(key_axes, key_energy, int(key_size), val_axes, val_energy, int(val_size))
 
 
 class SlidingWindowKVCache(VectorKVCache):

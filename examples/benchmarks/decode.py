@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -32,6 +32,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 import vq_functional as vq
 from measuring import (
     SMOLLM2,
+    Run,
     Say,
     agreement,
     divergence,
@@ -189,8 +190,8 @@ def plain_caches(model: Any) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Result:
-    """A line of the CSV file. `decode_ratio` is of medians, `decode_ratio_mean` of means over the steps."""
+class Score:
+    """A line of the CSV file of `--scores`."""
 
     method: str
     hook: bool
@@ -198,6 +199,19 @@ class Result:
     top1: float
     bytes: int
     bytes_ratio: float
+
+    head: ClassVar[Sequence[str]] = ("method", "hook", "KL, nats", "top-1", "bytes x")
+
+    def cells(self) -> list[str]:
+        """Those of the table's line."""
+        hook = "yes" if self.hook else "no"
+        return [self.method, hook, f"{self.kl_nats:.4f}", f"{self.top1:.3f}", f"{self.bytes_ratio:.3f}"]
+
+
+@dataclass(frozen=True)
+class Result(Score):
+    """A line of the CSV file. `decode_ratio` is of medians, `decode_ratio_mean` of means over the steps."""
+
     decode_ms: float
     plain_decode_ms: float
     decode_ratio: float
@@ -208,20 +222,46 @@ class Result:
     plain_prefill_seconds: float
     prefill_ratio: float
 
+    head = (*Score.head, "decode x", "decode x (mean)", "ms a step", "prefill x")
 
-HEAD = ("method", "hook", "KL, nats", "top-1", "bytes x", "decode x", "decode x (mean)", "ms a step", "prefill x")
+    def cells(self) -> list[str]:
+        """Those of the table's line."""
+        spread = f"{self.decode_ratio:.2f} ({self.decode_ratio_low:.2f} to {self.decode_ratio_high:.2f})"
+        times = f"{self.decode_ratio_mean:.2f}", f"{self.decode_ms:.1f}", f"{self.prefill_ratio:.2f}"
+        return [*super().cells(), spread, *times]
 
 
-def line(r: Result) -> str:
-    """The table's line of a result."""
-    spread = f"{r.decode_ratio:.2f} ({r.decode_ratio_low:.2f} to {r.decode_ratio_high:.2f})"
-    numbers = f"{r.kl_nats:.4f}", f"{r.top1:.3f}", f"{r.bytes_ratio:.3f}", spread, f"{r.decode_ratio_mean:.2f}"
-    return table_line([r.method, "yes" if r.hook else "no", *numbers, f"{r.decode_ms:.1f}", f"{r.prefill_ratio:.2f}"])
+def score(entry: Entry, base: Run, own: Run) -> Score:
+    """How an entry's run compares with the plain one; frees the entry's logits and caches."""
+    held, room = resident_bytes(own.caches), plain_bytes(base.caches)
+    stray = divergence(base.log_probs, own.log_probs), agreement(base.log_probs, own.log_probs)
+    own.rows, own.caches = [], ()
+    return Score(entry.name, entry.hook, *stray, held, held / room)
+
+
+def scores(model: Any, tokens: Sequence[int], prompt: int, chosen: Sequence[Entry], say: Say) -> Iterator[Score]:
+    """Scores and bytes of every entry; one run of plain caches serves all."""
+    base = teacher_forced(model, tokens, prompt, plain_caches(model), say=functools.partial(say, "plain"))[0]
+    for number, entry in enumerate(chosen, 1):
+        here = functools.partial(say, f"{number} of {len(chosen)}", entry.label)
+        with entry.attention(model):
+            own = teacher_forced(model, tokens, prompt, entry.caches(model), read=entry.read, say=here)[0]
+        yield score(entry, base, own)
+
+
+def measurements(
+    model: Any, tokens: Sequence[int], prompt: int, chosen: Sequence[Entry], repeats: int, say: Say
+) -> Iterator[Result]:
+    """Scores, bytes and times of every entry."""
+    progress("warming up")
+    prefill(model, mx.array(list(tokens[:prompt]))[None], plain_caches(model))
+    for number, entry in enumerate(chosen, 1):
+        yield measure(model, tokens, prompt, entry, repeats, functools.partial(say, f"{number} of {len(chosen)}"))
 
 
 def measure(model: Any, tokens: Sequence[int], prompt: int, entry: Entry, repeats: int, say: Say) -> Result:
     """Run an entry beside plain caches; scores and bytes are those of the first repeat, times medians of all."""
-    pairs = []
+    pairs, found = [], []
     for repeat in range(repeats):
         lists = [plain_caches(model), entry.caches(model)]
         turn = 1 if repeat % 2 == 0 else -1
@@ -229,10 +269,8 @@ def measure(model: Any, tokens: Sequence[int], prompt: int, entry: Entry, repeat
             here = functools.partial(say, entry.label, f"repeat {repeat + 1} of {repeats}")
             runs = teacher_forced(model, tokens, prompt, *lists[::turn], read=entry.read, say=here)
         base, own = runs[::turn]
-        if repeat == 0:
-            scores = divergence(base.log_probs, own.log_probs), agreement(base.log_probs, own.log_probs)
-            held, room = resident_bytes(own.caches), plain_bytes(base.caches)
-        base.rows, own.rows, base.caches, own.caches = [], [], (), ()
+        found.append(score(entry, base, own))
+        base.rows, base.caches = [], ()
         pairs.append((base, own))
     medians = [own.step_median / base.step_median for base, own in pairs]
 
@@ -240,20 +278,16 @@ def measure(model: Any, tokens: Sequence[int], prompt: int, entry: Entry, repeat
         return statistics.median(number(base, own) for base, own in pairs)
 
     return Result(
-        entry.name,
-        entry.hook,
-        *scores,
-        held,
-        held / room,
-        middle(lambda base, own: own.step_median) * 1e3,
-        middle(lambda base, own: base.step_median) * 1e3,
-        statistics.median(medians),
-        min(medians),
-        max(medians),
-        middle(lambda base, own: own.step_mean / base.step_mean),
-        middle(lambda base, own: own.prefill_seconds),
-        middle(lambda base, own: base.prefill_seconds),
-        middle(lambda base, own: own.prefill_seconds / base.prefill_seconds),
+        **vars(found[0]),
+        decode_ms=middle(lambda base, own: own.step_median) * 1e3,
+        plain_decode_ms=middle(lambda base, own: base.step_median) * 1e3,
+        decode_ratio=statistics.median(medians),
+        decode_ratio_low=min(medians),
+        decode_ratio_high=max(medians),
+        decode_ratio_mean=middle(lambda base, own: own.step_mean / base.step_mean),
+        prefill_seconds=middle(lambda base, own: own.prefill_seconds),
+        plain_prefill_seconds=middle(lambda base, own: base.prefill_seconds),
+        prefill_ratio=middle(lambda base, own: own.prefill_seconds / base.prefill_seconds),
     )
 
 
@@ -305,6 +339,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="runs that times are medians of (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="threads of OpenBLAS (default: its own choice)")
     parser.add_argument("--csv", type=Path, metavar="PATH", help="also write the results here")
+    parser.add_argument("--scores", action="store_true", help="no times: the plain caches run once for all rows")
     parser.add_argument("--peak", action="store_true", help=f"peak memory over {PEAK_STEPS} steps, and nothing else")
     return parser.parse_args(argv)
 
@@ -324,17 +359,17 @@ def progress(*parts: str) -> None:
 
 
 @contextlib.contextmanager
-def csv_lines(path: Path | None, setting: dict[str, Any]) -> Iterator[Callable[[Result], None]]:
-    """A function that adds a result, and the setting of all, to the file at `path`, if there is one."""
+def csv_lines(path: Path | None, kind: type[Score], setting: dict[str, Any]) -> Iterator[Callable[[Score], None]]:
+    """A function that adds a line, and the setting of all, to the file at `path`, if there is one."""
     if path is None:
-        yield lambda result: None
+        yield lambda found: None
         return
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*(field.name for field in fields(Result)), *setting])
+        writer = csv.DictWriter(file, [*(field.name for field in fields(kind)), *setting])
         writer.writeheader()
 
-        def add(result: Result) -> None:
-            writer.writerow({**asdict(result), **setting})
+        def add(found: Score) -> None:
+            writer.writerow({**asdict(found), **setting})
             file.flush()
 
         yield add
@@ -355,17 +390,17 @@ def main(argv: Sequence[str] | None = None, rows: Callable[[], list[Entry]] = en
     if args.peak:
         report_peaks(model, tokens, args.prompt, chosen)
         return
-    progress("warming up")
-    prefill(model, mx.array(tokens[: args.prompt])[None], plain_caches(model))
-    print(table_head(HEAD), flush=True)
+    kind = Score if args.scores else Result
+    print(table_head(kind.head), flush=True)
     given = ("model", "prompt", "steps", "repeats", "threads")
     setting = {"machine": machine(), **{name: getattr(args, name) for name in given}}
-    with csv_lines(args.csv, setting) as add:
-        for number, entry in enumerate(chosen, 1):
-            say = functools.partial(progress, f"{number} of {len(chosen)}")
-            result = measure(model, tokens, args.prompt, entry, args.repeats, say)
-            print(line(result), flush=True)
-            add(result)
+    found: Iterator[Score] = scores(model, tokens, args.prompt, chosen, progress)
+    if not args.scores:
+        found = measurements(model, tokens, args.prompt, chosen, args.repeats, progress)
+    with csv_lines(args.csv, kind, setting) as add:
+        for row in found:
+            print(table_line(row.cells()), flush=True)
+            add(row)
     print(f"\n{HOOK_NOTE}")
 
 

@@ -23,7 +23,6 @@ import vq_functional as vq
 from vq_adapters import KVCacheConfig, TransformKVCache
 from vq_functional import Transform
 
-REPEATS = "1"  # scores and bytes do not depend on the clock
 COMBINED = ((6, 6), (4, 4), (4, 3), (3, 3), (3, 2), (2, 2), (2, 1))  # bits of keys and of values
 METHODS = tuple(name for name, method in vq.METHODS.items() if "evicts" not in method.traits)
 
@@ -119,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.plot and files == [None]:
         parser.error("--plot draws what --csv or --read names")
     if not args.read:
-        decode.main(["--repeats", REPEATS, *(["--csv", str(args.csv)] if args.csv else []), *rest], entries)
+        decode.main(["--scores", *(["--csv", str(args.csv)] if args.csv else []), *rest], entries)
     if args.plot:
         plot(files, args.plot)
 

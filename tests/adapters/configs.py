@@ -5,6 +5,8 @@ from typing import Any
 import mlx.core as mx
 
 from vq_adapters import (
+    A2ATSKVCache,
+    A2ATSOptions,
     AdaKVCache,
     AdaKVOptions,
     AgeTieredKVCache,
@@ -33,6 +35,8 @@ from vq_adapters import (
     KIVIOptions,
     KNormKVCache,
     KVCacheConfig,
+    KVQuantKVCache,
+    KVQuantOptions,
     KVTCKVCache,
     KVTCOptions,
     KVzipCache,
@@ -44,6 +48,8 @@ from vq_adapters import (
     MorphKVOptions,
     NestedKVCache,
     NestedKVOptions,
+    NSNQuantKVCache,
+    NSNQuantOptions,
     PALUKVCache,
     PALUOptions,
     PyramidKVCache,
@@ -53,6 +59,8 @@ from vq_adapters import (
     RocketKVKVCache,
     RocketKVOptions,
     SinkProtectedKVCache,
+    SKVQKVCache,
+    SKVQOptions,
     SnapKVKVCache,
     SnapKVOptions,
     SqueezeAttentionCache,
@@ -65,6 +73,8 @@ from vq_adapters import (
     TOVAOptions,
     TransformKVCache,
     TurboQuantRVQKVCache,
+    VecInferKVCache,
+    VecInferOptions,
     XKVKVCache,
     XKVOptions,
     XQuantKVCache,
@@ -113,6 +123,11 @@ OPTIONS: dict[Any, Any] = {
     XKVKVCache: XKVOptions(xkv_rank=16),
     AnchorKVKVCache: AnchorKVOptions(anchorkv_theta=0.4, anchorkv_window=8, anchorkv_anchor_frac=1 / 16),
     TurboQuantRVQKVCache: None,
+    SKVQKVCache: SKVQOptions(skvq_window=8, skvq_n_sink=2),
+    KVQuantKVCache: KVQuantOptions(kvquant_n_fit=16, kvquant_residual_length=8),
+    NSNQuantKVCache: NSNQuantOptions(nsn_residual_length=32),
+    VecInferKVCache: VecInferOptions(key_codebook_bits=8),
+    A2ATSKVCache: A2ATSOptions(a2ats_window=8, a2ats_n_sink=2),
 }
 _BITS = {KIVIKVCache: 4, SinkProtectedKVCache: 4, TurboQuantRVQKVCache: 2}
 CONFIGS: dict[Any, KVCacheConfig] = {
@@ -274,6 +289,33 @@ EMPTY: dict[Any, dict[str, Any]] = {
         "n_residual_total": 0,
     },
     TurboQuantRVQKVCache: {"compressed_key_bytes": 0, "fp16_key_bytes": 0, "assigned_bits": 2},
+    SKVQKVCache: {
+        **_packed(),
+        "residual_fp16_bytes": 0,
+        "perm_bytes": 0,
+        "quantized_tokens": 0,
+        "tokens_seen": 0,
+        "assigned_avg_bits": 16.0,
+    },
+    KVQuantKVCache: {
+        **_packed(),
+        "nuq_bits": 3,
+        "outlier_fraction": 0.01,
+        "outlier_count": 0,
+        "n_sink": 1,
+        "sink_kept": 0,
+        "effective_bits": 3.0,
+    },
+    NSNQuantKVCache: {**_packed(), "residual_fp16_bytes": 0, "quantized_tokens": 0, "assigned_avg_bits": 16.0},
+    VecInferKVCache: {**_packed(), "codebook_bytes": 4 * 256 * (4 + 8), "assigned_avg_bits": 1.5},
+    A2ATSKVCache: {
+        **_packed(),
+        "codebook_bytes": 4 * 256 * 8,
+        "compression_ratio": 1.0,
+        "assigned_avg_bits": 1.0,
+        "tokens_seen": 0,
+        "tokens_retrieved": 0,
+    },
 }
 
 # Statistics that follow from data: reading them reads back.

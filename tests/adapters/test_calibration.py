@@ -1,10 +1,12 @@
 """Rows captured from models are what their layers see; calibrations are found once and never taken for another's."""
 
 import importlib
+import operator
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -16,7 +18,17 @@ from tokenizers import models as tokenizer_models
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import vq_functional as vq
-from vq_adapters import KVCacheBuilder, KVCacheConfig, QuantizerConfigError, TransformKVCache, calibration, recording
+from vq_adapters import (
+    KVCacheBuilder,
+    KVCacheConfig,
+    QuantizerConfigError,
+    TransformKVCache,
+    XKVOptions,
+    calibration,
+    load,
+    recording,
+    save,
+)
 from vq_adapters.artifacts import FileArtifactStore
 from vq_adapters.builder import attentions
 from vq_adapters.calibration import CALIBRATORS, Captured, calibrate, capture, fingerprint, load_calibration
@@ -176,7 +188,10 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("method", CALIBRATORS)
+STACKED = [method for method in CALIBRATORS if "stacks" in vq.METHODS[method].traits]
+
+
+@pytest.mark.parametrize("method", [method for method in CALIBRATORS if method not in STACKED])
 def test_one_artifact_a_layer(method: str) -> None:
     model = shared("llama")
     found = calibrate(model, None, TEXTS, method, max_tokens=100)
@@ -186,6 +201,55 @@ def test_one_artifact_a_layer(method: str) -> None:
         named = {field: getattr(layer, field) for field in row.names}
         assert same(artifact, row.find(*(getattr(layer, field) for field in row.takes), **named))
         assert same(row.kind.from_arrays(artifact.arrays()), artifact)
+
+
+@pytest.mark.parametrize("method", STACKED)
+@pytest.mark.parametrize("options, sizes", [({}, [2, 2, 1]), ({"group_size": 3}, [3, 2]), ({"group_size": 1}, [1] * 5)])
+def test_one_artifact_a_group_of_layers(
+    method: str, options: dict[str, Any], sizes: list[int], store: FileArtifactStore
+) -> None:
+    """Found from the heads of its layers one behind the other, kept once, and the same object for all of them."""
+    model, row = build("llama", num_hidden_layers=5), CALIBRATORS[method]
+    found = calibrate(model, None, TEXTS, method, max_tokens=100, store=store, **options)
+    layers, first = capture(model, None, TEXTS, 100), 0
+    arrays, _ = store.load(method, calibration.calibration_name("model", options))
+    loaded = load_calibration(model, method, store, **options)
+    assert loaded is not None and len(found) == len(loaded) == 5
+    for number, size in enumerate(sizes):
+        heads = [[head for x in layers[first : first + size] for head in rows(x)] for rows in (keys_of, values_of)]
+        artifact = row.find(*(mx.stack(rows, axis=1) for rows in heads))
+        for own in (found, loaded):
+            assert same(own[first], artifact)
+            assert all(one is own[first] for one in own[first : first + size])
+        kept = {name.removeprefix(f"{number}.") for name in arrays if name.startswith(f"{number}.")}
+        assert kept == set(artifact.arrays())
+        first += size
+    assert {name.split(".")[0] for name in arrays} == {str(number) for number in range(len(sizes))}
+
+
+def keys_of(layer: Captured) -> list[mx.array]:
+    return [layer.keys[:, head] for head in range(layer.keys.shape[1])]
+
+
+def values_of(layer: Captured) -> list[mx.array]:
+    return [layer.values[:, head] for head in range(layer.values.shape[1])]
+
+
+@pytest.mark.parametrize("method", CALIBRATORS)
+def test_methods_that_pack_layers_together_say_by_which_options(method: str) -> None:
+    names = CALIBRATORS[method].grouped_by
+    assert (method in STACKED) == bool(names)
+    assert set(names) <= {field.name for field in attrs.fields(vq.METHODS[method].options)}
+
+
+@pytest.mark.parametrize("method", STACKED)
+def test_layers_that_do_not_match_are_not_put_together(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = capture(shared("llama"), None, TEXTS)
+    odd = attrs.evolve(layers[1], values=layers[1].values[..., :16])
+    monkeypatch.setattr(calibration, "capture", lambda *args: [layers[0], odd])
+    with pytest.raises(QuantizerConfigError, match=f"{method}: `model` must have equal heads and sizes"):
+        calibrate(shared("llama"), None, TEXTS, method)
+    assert len(calibrate(shared("llama"), None, TEXTS, method, group_size=1)) == 2
 
 
 def test_options_reach_the_method() -> None:
@@ -261,7 +325,15 @@ def test_a_fingerprint_follows_the_weights() -> None:
 
 @pytest.mark.parametrize(
     "options, field",
-    [({"method": "kivi"}, "method"), ({"rules": 1}, "options"), ({"rule": "best"}, "rule"), ({"model_name": ""}, "")],
+    [
+        ({"method": "kivi"}, "method"),
+        ({"rules": 1}, "options"),
+        ({"group_size": 2}, "options"),
+        ({"rule": "best"}, "rule"),
+        ({"method": "xkv", "latent_bits": 4}, "options"),
+        ({"method": "xkv", "group_size": 0}, "group_size"),
+        ({"model_name": ""}, ""),
+    ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], field: str, store: FileArtifactStore) -> None:
     with pytest.raises(QuantizerConfigError, match=f"`{field or 'model_name'}`"):
@@ -311,6 +383,48 @@ def test_every_calibration_reaches_the_caches(method: str, store: FileArtifactSt
         described, arrays = str(describe(cache.transform)), [x for x in artifact.arrays().values() if x.ndim]
         assert any(str(describe(Table.of(array))) in described for array in arrays)
     assert mx.isfinite(log_probabilities(forced(model, caches, [TEXTS[0], [5]]))).all()
+
+
+def test_layers_that_are_packed_together_take_the_same(store: FileArtifactStore, tmp_path: Any) -> None:
+    model = build("llama", num_hidden_layers=5)
+    bases = calibrate(model, None, TEXTS, "xkv", store=store)
+    caches = KVCacheBuilder.for_model(model, KVCacheConfig(method="xkv", store=store, head_dim=32))
+    stacks = [vq.xkv(basis=bases[first], layers=size) for first, size in ((0, 2), (2, 2), (4, 1))]
+    members = [stacks[number].member(layer) for number in range(2) for layer in range(2)]
+    assert [cache.transform for cache in caches] == [*members, stacks[2]]
+    assert caches[0].transform.stack == caches[1].transform.stack != caches[2].transform.stack
+    mx.eval(forced(model, caches, [tokens(100, 7)]))
+    save(tmp_path / "caches.safetensors", caches)
+    back = load(tmp_path / "caches.safetensors")
+    assert [cache.transform for cache in back] == [cache.transform for cache in caches]
+    assert mx.array_equal(forced(model, back, [[7], [9, 11]]), forced(model, caches, [[7], [9, 11]]))
+
+
+def test_axes_of_a_group_code_the_rows_of_the_model_better(store: FileArtifactStore) -> None:
+    """Those of many texts beat those of another text's rows, on rows that neither has seen."""
+    model, new = shared("llama"), capture(shared("llama"), None, [tokens(100, 9)])
+    errors = []
+    for texts in ([tokens(100, seed) for seed in range(5)], [tokens(40, 5)]):
+        basis = calibrate(model, None, texts, "xkv", rank=64)[0]
+        stack = vq.xkv(layers=2, basis=basis, residual_length=0, latent_bits=16)
+        rows = [
+            mx.concatenate([get(x).swapaxes(0, 1) for x in new])[None]
+            for get in (operator.attrgetter("keys"), operator.attrgetter("values"))
+        ]
+        spec = vq.KVSpec(kv_heads=4, key_dim=32, value_dim=32, dtype=mx.float32, capacity=128)
+        state, _, _ = stack.update(stack.init_state(spec), *rows)
+        errors.append(
+            [mx.square(a - b[..., :100, :]).sum().item() for a, b in zip(rows, stack.read(state), strict=True)]
+        )
+    assert all(many < few for many, few in zip(*errors, strict=True))
+
+
+def test_axes_of_other_groups_are_refused(store: FileArtifactStore) -> None:
+    model = build("llama", num_hidden_layers=4)
+    calibrate(model, None, TEXTS, "xkv", store=store)
+    options = XKVOptions(xkv_group_size=4)
+    with pytest.raises(QuantizerConfigError, match=r"`(store|basis)`"):
+        KVCacheBuilder.for_model(model, KVCacheConfig(method="xkv", store=store, head_dim=32, options=options))
 
 
 def test_caches_with_calibrated_axes_go_on_from_their_state() -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import json
 import pickle
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ import vq_functional as vq
 from vq_adapters import KVCacheConfig, QuantizerConfigError, TransformKVCache
 from vq_adapters.config import CALIBRATED, NO_EFFECT, SPEED_FIELDS, Layer
 from vq_adapters.documented import CONFIG_FIELDS, METHOD_NAMES, fields_of, options_of
-from vq_adapters.names import ORDER, SHARED, field_of
-from vq_adapters.options import OPTIONS, options_fields
+from vq_adapters.names import ORDER, OWN, SHARED, field_of
+from vq_adapters.options import OPTIONS, further_fields, options_fields
 from vq_functional.core.table import Table
 from vq_functional.methods import METHODS, TABLE
+from vq_functional.ops.rope import Rope
 
+PAGES = Path(__file__).parents[2] / "docs" / "methods"
 DOCUMENTED = json.loads(Path(__file__).with_name("documented_parameters.json").read_text())
 
 
@@ -278,6 +281,176 @@ OTHER: dict[str, dict[str, Any]] = {
         "spectral_model_name": "other",
     },
 }
+# A value other than the default for every functional option that no documented field holds, without `basis`.
+PROTECT = {"protect": ((3, 9),)}
+FURTHER: dict[str, dict[str, Any]] = {
+    "streaming_llm": PROTECT,
+    "h2o": PROTECT,
+    "snapkv": {"pool_kernel": 5, "force_window": False, **PROTECT},
+    "tova": {"share_heads": True, **PROTECT},
+    "pyramidkv": {
+        "layer": 1,
+        "layers": 4,
+        "rule": "paper",
+        "scorer": "snapkv",
+        "decay": 0.5,
+        "recent": 9,
+        "obs_window": 16,
+        **PROTECT,
+    },
+    "squeeze": {"reduce": "head0", "decay": 0.5, "recent": 9, **PROTECT},
+    "chunkkv": {"pin_chunks": 2, "layer": 1, **PROTECT},
+    "cam": {"recent": 9, "reach": 8, **PROTECT},
+    "knorm": PROTECT,
+    "keyformer": {"recent_share": 0.25, **PROTECT},
+    "morphkv": {"fuse": "sum", **PROTECT},
+    "kvzip": PROTECT,
+    "nestedkv": PROTECT,
+    "rocketkv": {"pool_kernel": 31, **PROTECT},
+    "qfilters": {"stand_in": "axis", **PROTECT},
+    "curdkv": {"prefill": "exact", "decode": "append", **PROTECT},
+    "kivi": {"bits_k": 4, "bits_v": 3},
+    "kivi_sink": {"bits_k": 4, "bits_v": 3, "sink_signal": "first"},
+    "turboquant_prod": {"sketch": "gaussian", "rounds": 2},
+    "turboquant_mse": {"unbiased": True, "rounds": 2},
+    "turboquant_rvq": {"value_bits": 8, "residual": "laplace", "unbiased": False, "rounds": 2},
+    "polar": {"level_bits": (4, 3, 2, 2), "rounds": 2, "polar_values": True, "bits_k": 4, "bits_v": 4},
+    "qjl": {"sketch": "gaussian"},
+    "spectral": {
+        "bits_k": 4,
+        "bits_v": 3,
+        "scale": "rms",
+        "codebook": "gaussian",
+        "sketch": "gaussian",
+        "fold": False,
+    },
+    "kitty": {"n_sink": 4, "residual_length": 64, "value_bits": None, "ranking": "variance"},
+    "adakv": {"residual_length": 64, "value_bits": 4, "n_sink": 4},
+    "skvq": {
+        "order": "kmeans",
+        "n_fit": 64,
+        "clip_grid": (1.0, 0.5),
+        "clip_center": "zero",
+        "fp8": True,
+        "bits_k": 4,
+        "bits_v": 3,
+        "key_order": Table.of(np.tile(np.arange(64), (2, 1))),
+        "value_order": Table.of(np.tile(np.arange(64), (2, 1))),
+    },
+    "kvquant": {
+        "bits_k": 4,
+        "bits_v": 2,
+        "levels": "fitted",
+        "n_fit": 64,
+        "margin": 2.0,
+        "residual_length": 32,
+        "rope": Rope(64),
+        "k_levels": Table.of(np.arange(8)),
+        "v_levels": Table.of(np.arange(8)),
+        "k_range": Table.of(np.ones((2, 2, 64))),
+    },
+    "vecinfer": {},
+    "a2ats": {
+        "n_sink": 4,
+        "rope_dims": 32,
+        "rope_traditional": True,
+        "rope": Rope(64),
+        "far_rope": "constant",
+        "proxy": "last_key",
+        "seed": 5,
+    },
+    "zipcache": {
+        "window": 64,
+        "cst_keys": True,
+        "hi_bits_v": 8,
+        "lo_bits_v": 3,
+        "probe_share": 0.5,
+        "seed": 5,
+        "proxy": "large_keys",
+    },
+    "nsnquant": {"double_quantization": True, "rescale": False, "bits_k": 1, "bits_v": 1},
+    "cachegen": {"layer": 3, "layers": 4, "residual_length": 32, "n_sink": 4, "bits_k": 5, "bits_v": 3},
+    "gear": {
+        "block": 64,
+        "residual_length": 16,
+        "n_sink": 4,
+        "sparse_store": "diff",
+        "bits_k": 4,
+        "bits_v": 3,
+    },
+    "amc": {
+        "normalize": "size",
+        "fill": "zero",
+        "rank_mid": 9,
+        "rank_low": 3,
+        "residual_length": 32,
+        "n_sink": 2,
+    },
+    "svdq": {
+        "one_bit": "minmax",
+        "n_fit": 256,
+        "residual_length": 32,
+        "n_sink": 2,
+        "bits_v": 4,
+        "rope": Rope(64),
+    },
+    "xquant": {"fit": "minmax", "eta": 0.25, "residual_length": 32, "n_sink": 2, "bits_k": 4, "bits_v": 3},
+    "palu": {"bits_k": 4, "bits_v": 3, "mixing": False, "n_fit": 64, "residual_length": 32, "n_sink": 2},
+    "kvtc": {
+        "bit_budget_k": 256,
+        "bit_budget_v": 128,
+        "n_sink": 2,
+        "window": 64,
+        "chunk": 32,
+        "n_fit": 64,
+        "rank": 16,
+        "shrinkage": 0.5,
+        "ranges": "observed",
+        "margin": 0.5,
+    },
+    "minicache": {
+        "retention": "range",
+        "block": 32,
+        "retained_share": 0.1,
+        "merge": "keys",
+        "center": False,
+        "direction_bits": 8,
+        "bits_k": 8,
+        "bits_v": 4,
+        "residual_length": 32,
+        "n_sink": 2,
+    },
+    "xkv": {
+        "rank_v": 32,
+        "bits_k": 8,
+        "bits_v": 3,
+        "rotate": False,
+        "centred": False,
+        "n_fit": 256,
+        "residual_length": 32,
+        "n_sink": 2,
+    },
+    "anchorkv": {"n_sink": 2, "pool_kernel": 3},
+    "age_tiered": {},
+}
+CALIBRATIONS: dict[str, Any] = {
+    "spectral": vq.spectral_calibrate,
+    "svdq": vq.svdq_calibrate,
+    "palu": vq.palu_calibrate,
+    "kvtc": vq.kvtc_calibrate,
+    "amc": vq.amc_calibrate,
+    "xkv": vq.xkv_calibrate,
+}
+# Options without which another has no effect or can't be given.
+BESIDE: dict[tuple[str, str], dict[str, Any]] = {
+    ("pyramidkv", "layer"): {"layers": 4},
+    ("pyramidkv", "layers"): {"layer": 1},
+    ("pyramidkv", "rule"): {"layer": 1, "layers": 4},
+    ("pyramidkv", "obs_window"): {"scorer": "snapkv"},
+    ("cachegen", "layer"): {"layers": 4},
+    ("cachegen", "layers"): {"layer": 3},
+    ("polar", "bits_v"): {"polar_values": True},
+}
 # Another way of computing the same.
 SPEED: dict[str, Any] = {
     "enable_vectorized_attend": False,
@@ -409,15 +582,23 @@ class TestOptions:
         for name in DOCUMENTED["options_classes"]:
             assert getattr(vq_adapters, name).__name__ == name
             assert name in vq_adapters.__all__
-        assert {kind.__name__ for kind in OPTIONS.values()} == set(DOCUMENTED["options_classes"])
+        undocumented = [method for method in METHOD_NAMES if set(fields_of(method)) <= OWN]
+        assert {kind.__name__ for kind in OPTIONS.values()} == {
+            *DOCUMENTED["options_classes"],
+            *(OPTIONS[method].__name__ for method in undocumented),
+        }
+        for kind in OPTIONS.values():
+            assert getattr(vq_adapters, kind.__name__) is kind
+            assert kind.__name__ in vq_adapters.__all__
 
     @pytest.mark.parametrize("method", OPTIONS)
-    def test_fields_are_the_flat_ones(self, method):
+    def test_documented_fields_are_the_flat_ones(self, method):
         options = OPTIONS[method]()
-        assert dataclasses.asdict(options) == {field: PARAMETERS[field] for field in options_fields(method)}
-        assert options_fields(method)
+        documented = {field: value for field, value in dataclasses.asdict(options).items() if field in PARAMETERS}
+        assert documented == {field: PARAMETERS[field] for field in options_fields(method)}
 
     def test_fields_by_name(self):
+        assert set(OPTIONS) == set(METHOD_NAMES)
         vecinfer = ["key_sub_dim", "value_sub_dim", "key_codebook_bits", "value_codebook_bits", "residual_length"]
         assert [field.name for field in dataclasses.fields(vq_adapters.VecInferOptions)] == vecinfer
         assert set(options_fields("kivi")) == {"kivi_group_size", "residual_length"}
@@ -425,8 +606,8 @@ class TestOptions:
 
     @pytest.mark.parametrize("method", METHOD_NAMES)
     def test_options_fill_the_flat_fields(self, method):
-        if method not in OPTIONS:
-            assert options_fields(method) == ()
+        if not options_fields(method):
+            assert set(fields_of(method)) <= OWN
             return
         field = next(field for field in options_fields(method) if type(PARAMETERS[field]) in (int, float))
         value = OTHER.get(method, {}).get(field, 2 * PARAMETERS[field] or 1)
@@ -451,6 +632,174 @@ class TestOptions:
     def test_shared_field_beside_options(self):
         config = quiet(method="kivi", residual_length=64, options=vq_adapters.KIVIOptions(kivi_group_size=64))
         assert (config.residual_length, config.kivi_group_size) == (64, 64)
+
+
+def built(config: KVCacheConfig) -> Any:
+    """What one layer gets, of a stack of two where layers are packed together."""
+    stacks = "stacks" in METHODS[config.method].traits
+    return config.for_layer(Layer(stack=2)).transform() if stacks else config.transform()
+
+
+def build(method: str, options: dict[str, Any]) -> Any:
+    """The same by the functional options."""
+    row = METHODS[method]
+    return row.build(**options, layers=2).member(0) if "stacks" in row.traits else row.build(**options)
+
+
+def with_options(method: str, options: dict[str, Any], **values: Any) -> KVCacheConfig:
+    """A configuration with further functional options."""
+    fields = further_fields(method)
+    given = {fields[option]: value for option, value in options.items()}
+    return configured(method=method, options=OPTIONS[method](**given), **values)
+
+
+def further(method: str) -> dict[str, Any]:
+    """A value for every further option of a method."""
+    if method not in CALIBRATIONS:
+        return FURTHER[method]
+    samples = mx.random.normal((80, 2, 64), key=mx.random.key(1))
+    return {**FURTHER[method], "basis": CALIBRATIONS[method](samples, samples)}
+
+
+class TestFurtherOptions:
+    """Functional options that no documented field holds."""
+
+    @pytest.mark.parametrize("method", METHOD_NAMES)
+    def test_every_functional_option_has_one_field(self, method):
+        documented = {option for option in options_of(method) if field_of(method, option)}
+        fields = further_fields(method)
+        assert documented | set(fields) == set(options_of(method))
+        assert not documented & set(fields)
+        assert len(set(fields.values())) == len(fields)
+        assert not set(fields.values()) & set(ORDER)
+
+    @pytest.mark.parametrize("method", METHOD_NAMES)
+    def test_each_arrives(self, method):
+        values = further(method)
+        assert set(values) == set(further_fields(method))
+        for option, value in values.items():
+            beside = BESIDE.get((method, option), {})
+            got = built(with_options(method, {option: value, **beside}))
+            assert got == build(method, {option: value, **beside}), option
+            without = {name: x for name, x in beside.items() if name != "layer" and name != "layers"}
+            assert got != build(method, without), option
+
+    @pytest.mark.parametrize("method", METHOD_NAMES)
+    def test_defaults_are_the_functional_ones(self, method):
+        options, fields = OPTIONS[method](), further_fields(method)
+        assert {option: getattr(options, field) for option, field in fields.items()} == {
+            option: options_of(method)[option] for option in fields
+        }
+        assert built(configured(method=method, options=options)) == build(method, {})
+
+    @pytest.mark.parametrize("method", METHOD_NAMES)
+    def test_the_method_s_page_names_them(self, method):
+        named = re.search(r"\nOnly in `options=(\w+)\(\.\.\.\)`: (.*?)\.\n", (PAGES / f"{method}.md").read_text(), re.S)
+        if not further_fields(method):
+            assert named is None
+        else:
+            assert named[1] == OPTIONS[method].__name__
+            assert re.findall(r"`(\w+)`", named[2]) == list(further_fields(method).values())
+
+    @pytest.mark.parametrize("method", METHOD_NAMES)
+    def test_go_by_keyword(self, method):
+        parameters = inspect.signature(OPTIONS[method]).parameters
+        further = {name for name, one in parameters.items() if one.kind is inspect.Parameter.KEYWORD_ONLY}
+        assert set(parameters) - further == set(options_fields(method))
+        assert further >= set(further_fields(method).values())
+
+    @pytest.mark.parametrize(
+        ("method", "options", "rule"),
+        [
+            ("kivi", {"bits_k": 9}, "kivi: `bits_k` must be an integer in"),
+            ("kivi", {"bits_v": [4, 2]}, "kivi: `bits_v` must be an integer in"),
+            ("nsnquant", {"bits_v": 3}, "nsnquant: `bits_v` must be one of"),
+            ("skvq", {"order": "none"}, "skvq: `order` must be one of"),
+            ("h2o", {"protect": ((3, 1),)}, "h2o: `protect`"),
+            ("svdq", {"basis": 3}, "svdq: `basis`"),
+            ("polar", {"bits_v": 4}, "polar: `bits_v` can't be set without `polar_values`"),
+        ],
+    )
+    def test_refused_by_name(self, method, options, rule):
+        with pytest.raises(QuantizerConfigError, match=f"^{rule}"):
+            with_options(method, options)
+
+    def test_of_a_method_that_shares_the_class(self):
+        with pytest.raises(QuantizerConfigError, match="kivi: `kivi_sink_signal` has no effect"):
+            KVCacheConfig(method="kivi", options=vq_adapters.KIVIOptions(kivi_sink_signal="first"))
+        options = vq_adapters.KIVIOptions(kivi_bits_k=4, kivi_sink_signal="first")
+        assert quiet(method="kivi_sink", options=options).transform() == vq.kivi_sink(bits_k=4, sink_signal="first")
+
+    @pytest.mark.parametrize("dtype", [mx.float16, mx.float32], ids=str)
+    def test_keys_and_values_at_bits_of_their_own(self, dtype):
+        """64 of 80 tokens are in groups of 32 numbers, of which each has a scale and a zero."""
+        options = vq_adapters.KIVIOptions(residual_length=16, kivi_bits_k=4, kivi_bits_v=2)
+        cache = vq_adapters.KIVIKVCache(quiet(method="kivi", bit_width_inlier=3, options=options))
+        x = mx.random.normal((2, 3, 80, 64), key=mx.random.key(0)).astype(dtype)
+        cache.update_and_fetch(x, x)
+        groups = 2 * 3 * 64 * 64 // 32
+        assert cache.compressed_key_bytes == groups * (32 * 4 // 8 + 2 * dtype.size)
+        assert cache.compressed_value_bytes == groups * (32 * 2 // 8 + 2 * dtype.size)
+        assert cache.assigned_avg_bits == 3.0
+        other = vq_adapters.KIVIKVCache.from_state(cache.state)
+        assert other.transform == cache.transform == vq.kivi(bits=3, bits_k=4, bits_v=2, residual_length=16)
+
+    def test_files_tell_them(self, tmp_path):
+        caches = [vq_adapters.KVCacheFactory.create(with_options("gear", {"n_sink": 4, "bits_v": 4}))]
+        caches[0].update_and_fetch(*(mx.random.normal((1, 2, 40, 64)) for _ in range(2)))
+        vq_adapters.save(tmp_path / "caches", caches)
+        (loaded,) = vq_adapters.load(tmp_path / "caches")
+        assert loaded.transform == vq.gear(n_sink=4, bits_v=4)
+
+    def test_bits_of_a_side_go_with_a_list_for_layers(self):
+        config = with_options("kivi", {"bits_k": 8}, bit_width_inlier=[2, 4])
+        layers = [config.for_layer(Layer(index, 2)).transform() for index in range(2)]
+        assert layers == [vq.kivi(bits=bits, bits_k=8) for bits in (2, 4)]
+
+    def test_a_given_place_wins_over_the_one_that_is_told(self):
+        layer = Layer(index=2, count=3)
+        assert with_options("chunkkv", {"layer": 1}).for_layer(layer).transform() == vq.chunkkv(layer=1)
+        told = with_options("pyramidkv", {"layers": 8}).for_layer(layer).transform()
+        assert told == vq.pyramidkv(layer=2, layers=8)
+
+    @pytest.mark.parametrize(
+        "options", [{"rope_dims": 16}, {"rope_traditional": True}, {"rope": Rope(64, base=77.0)}], ids=str
+    )
+    def test_a_given_rotation_wins_over_the_model_s(self, options):
+        place = Layer(count=1, rope=Rope(64, base=123.0))
+        assert configured(method="a2ats").for_layer(place).transform().options.rotation(64).base == 123.0
+        wanted = vq.a2ats(**options).options.rotation(64)
+        assert with_options("a2ats", options).for_layer(place).transform().options.rotation(64) == wanted
+
+    def test_what_a_store_holds_must_not_be_given_too(self):
+        samples = mx.random.normal((80, 2, 64), key=mx.random.key(2))
+        place = Layer(count=1, found=vq.kvquant_calibrate(samples, samples))
+        assert configured(method="kvquant").for_layer(place).transform().key.given is not None
+        config = with_options("kvquant", {"k_levels": Table.of(np.arange(8))})
+        with pytest.raises(
+            QuantizerConfigError, match="kvquant: `kvquant_k_levels` must not be given beside a `store`"
+        ):
+            config.for_layer(place).transform()
+
+    def test_copies_and_text(self):
+        config = with_options("kivi", {"bits_k": 4, "bits_v": 2}, seed=7)
+        for other in (
+            copy.deepcopy(config),
+            pickle.loads(pickle.dumps(config)),
+            dataclasses.replace(config, seed=7),
+            eval(repr(config), vars(vq_adapters)),
+        ):
+            assert other == config
+            assert other.transform() == vq.kivi(bits_k=4, bits_v=2)
+        assert config != with_options("kivi", {"bits_k": 4, "bits_v": 3}, seed=7)
+        assert "kivi_bits_k=4, kivi_bits_v=2" in repr(config)
+
+    def test_json(self):
+        config = with_options("skvq", {"bits_v": 4, "fp8": True})
+        data = json.loads(json.dumps(dataclasses.asdict(config)))
+        options = vq_adapters.SKVQOptions(**data.pop("options"))
+        assert options == config.options
+        assert configured(**data, options=options).transform() == config.transform()
 
 
 class TestWarnings:

@@ -21,6 +21,7 @@ from vq_adapters import (
     load,
     save,
 )
+from vq_adapters.artifacts import digest
 from vq_adapters.files import FORMAT, OWN_CLASSES, register
 from vq_functional.methods import METHODS
 
@@ -41,7 +42,12 @@ def filled(architecture: str = "llama", config: Any = H2O) -> tuple[Any, list[An
 
 
 def written(path: Path, header: Any, kind: str = FORMAT) -> Path:
-    mx.save_safetensors(str(path), {"0": mx.zeros((3,))}, {"format": kind, "header": json.dumps(header)})
+    return forged(path, {"0": mx.zeros((3,))}, json.dumps(header), kind)
+
+
+def forged(path: Path, arrays: dict[str, mx.array], header: str, kind: str = FORMAT) -> Path:
+    """A file with the right digest."""
+    mx.save_safetensors(str(path), arrays, {"format": kind, "header": header, "digest": digest(arrays, header)})
     return path
 
 
@@ -194,6 +200,50 @@ class TestDamage:
         with pytest.raises(QuantizerConfigError, match="load: `path`"):
             load(tmp_path / "caches")
 
+    @pytest.mark.parametrize("kind", ["npz", "npy"])
+    def test_other_kinds_of_arrays(self, kind, tmp_path):
+        (mx.savez if kind == "npz" else mx.save)(str(tmp_path / f"a.{kind}"), mx.zeros((2,)))
+        with pytest.raises(QuantizerConfigError, match="load: `path` must be a whole file"):
+            load(tmp_path / f"a.{kind}")
+
+    @pytest.mark.parametrize("offset", range(0, 1512, 36))
+    def test_a_flipped_bit_of_the_header(self, offset, tmp_path):
+        """In one line, whatever the bit stood for."""
+        _, caches = filled()
+        save(tmp_path / "caches", caches)
+        data = bytearray((tmp_path / "caches").read_bytes())
+        assert offset < 8 + int.from_bytes(data[:8], "little")
+        data[offset] ^= 1 << offset % 7
+        (tmp_path / "caches").write_bytes(data)
+        with pytest.raises(QuantizerConfigError) as refused:
+            load(tmp_path / "caches")
+        assert "\n" not in str(refused.value)
+
+    @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.8, 1.0])
+    def test_a_flipped_bit_of_the_data(self, share, tmp_path):
+        _, caches = filled()
+        save(tmp_path / "caches", caches)
+        data = bytearray((tmp_path / "caches").read_bytes())
+        start = 8 + int.from_bytes(data[:8], "little")
+        data[start + int(share * (len(data) - start - 1))] ^= 1
+        (tmp_path / "caches").write_bytes(data)
+        with pytest.raises(QuantizerConfigError, match="load: `path` must be as `save` wrote it"):
+            load(tmp_path / "caches")
+
+    def test_a_missing_array(self, tmp_path):
+        _, caches = filled()
+        save(tmp_path / "caches.safetensors", caches)
+        arrays, metadata = mx.load(str(tmp_path / "caches.safetensors"), return_metadata=True)
+        for name in arrays:
+            rest = {other: array for other, array in arrays.items() if other != name}
+            forged(tmp_path / "other.safetensors", rest, metadata["header"])
+            with pytest.raises(QuantizerConfigError, match=f"load: `path` must be a whole file.*'{name}'"):
+                load(tmp_path / "other.safetensors")
+
+    def test_a_folder(self, tmp_path):
+        with pytest.raises(FileNotFoundError):
+            load(tmp_path)
+
     def test_missing(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="nothing"):
             load(tmp_path / "nothing")
@@ -235,7 +285,7 @@ class TestDamage:
         save(tmp_path / "caches.safetensors", caches)
         arrays, metadata = mx.load(str(tmp_path / "caches.safetensors"), return_metadata=True)
         header = metadata["header"].replace("KIVIKVCache", "H2OKVCache")
-        mx.save_safetensors(str(tmp_path / "other.safetensors"), arrays, {**metadata, "header": header})
+        forged(tmp_path / "other.safetensors", arrays, header)
         with pytest.raises(QuantizerConfigError, match="H2OKVCache: `transform` must be of h2o"):
             load(tmp_path / "other.safetensors")
 
@@ -244,7 +294,7 @@ class TestDamage:
         save(tmp_path / "caches.safetensors", caches)
         arrays, metadata = mx.load(str(tmp_path / "caches.safetensors"), return_metadata=True)
         arrays = {name: x[..., :8] if x.ndim == 4 else x for name, x in arrays.items()}
-        mx.save_safetensors(str(tmp_path / "other.safetensors"), arrays, metadata)
+        forged(tmp_path / "other.safetensors", arrays, metadata["header"])
         with pytest.raises(QuantizerConfigError, match="`state` must hold"):
             load(tmp_path / "other.safetensors")
 

@@ -1,126 +1,33 @@
 """mlx_lm's HTTP server over loopback, with our caches in the place where it looks for them."""
 
-import argparse
 import contextlib
-import json
-import threading
-import urllib.request
-from collections.abc import Iterator
+import copy
+import functools
 from concurrent.futures import ThreadPoolExecutor
-from http.server import ThreadingHTTPServer
+from http.client import RemoteDisconnected
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm import server
-from mlx_lm.models.cache import KVCache, LRUPromptCache
-from models import ARCHITECTURES, CHUNK, TRANSFORMS, build, cache_list, feed, greedy, in_place, tokenizer, tokens
+from mlx_lm.generate import speculative_generate_step
+from mlx_lm.models.cache import LRUPromptCache
+from models import CHUNK, COMPOSED, TRANSFORMS, WINDOWED, build, cache_list, feed, greedy, read, tokens
+from servers import COUNT, END, made_of, serving, write_model
 
 import vq_functional as vq
-from vq_adapters import TransformKVCache, attention_hook, install_attention
+from vq_adapters import KVCacheBuilder, KVCacheConfig, PyramidKVOptions, TransformKVCache, attention_hook
 from vq_functional.core.transform import Transform
 
 ALL = {**TRANSFORMS, "rows": vq.rows()}
-COUNT = 8  # tokens of an answer
+# One of each way to hold rows, where a test starts a server for a question that no method answers by itself.
+SOME = ["rows", "turboquant_mse", "kivi", "kvtc", "xquant", "anchorkv", "h2o", "squeeze", COMPOSED, WINDOWED]
 FIRST, SECOND, THIRD = tokens(37, 1), tokens(5, 2), tokens(20, 3)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model on disk."""
-    path = tmp_path_factory.mktemp("model")
-    build("llama").save_weights(str(path / "model.safetensors"))
-    config = {"model_type": "llama", **ARCHITECTURES["llama"]}
-    (path / "config.json").write_text(json.dumps(config))
-    tokenizer().save_pretrained(path)
-    return path
-
-
-def arguments(folder: Path) -> argparse.Namespace:
-    return argparse.Namespace(
-        model=str(folder),
-        adapter_path=None,
-        allowed_origins=["*"],
-        chat_template="",
-        chat_template_args={},
-        decode_concurrency=4,
-        draft_model=None,
-        kv_bits=None,
-        kv_group_size=64,
-        max_tokens=COUNT,
-        min_p=0.0,
-        num_draft_tokens=3,
-        pipeline=False,
-        prefill_step_size=CHUNK,
-        prompt_cache_bytes=1 << 30,
-        prompt_concurrency=2,
-        quantized_kv_start=0,
-        temp=0.0,
-        top_k=0,
-        top_p=1.0,
-        trust_remote_code=False,
-        use_default_chat_template=False,
-    )
-
-
-class Client:
-    """Asks a running server."""
-
-    def __init__(self, port: int, generator: server.ResponseGenerator) -> None:
-        self.url, self.generator = f"http://127.0.0.1:{port}/v1/completions", generator
-
-    def __call__(self, prompt: list[int], **more: Any) -> tuple[list[int], int]:
-        """Tokens of the answer, and how many of the prompt were in the prompt cache."""
-        body = {"prompt": as_text(prompt), "max_tokens": COUNT, **more}
-        request = urllib.request.Request(
-            self.url, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            data = json.loads(answer.read())
-        assert data["usage"]["prompt_tokens"] == len(prompt)
-        assert data["choices"][0]["finish_reason"] == "length"
-        return as_tokens(data["choices"][0]["text"]), data["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
-def as_text(prompt: list[int]) -> str:
-    return " ".join(f"t{token}" for token in prompt)
-
-
-def as_tokens(text: str) -> list[int]:
-    return [int(word[1:]) for word in text.split()]
-
-
-@contextlib.contextmanager
-def serving(
-    folder: Path, transform: Transform, monkeypatch: pytest.MonkeyPatch, hooked: bool = False
-) -> Iterator[Client]:
-    """A server whose model makes our caches."""
-    load = server.load
-
-    def load_ours(*positional: Any, **named: Any) -> Any:
-        model, *rest = load(*positional, **named)
-        model.make_cache = lambda: in_place([KVCache() for _ in model.layers], transform, TransformKVCache)
-        if hooked:
-            install_attention(model)
-        return model, *rest
-
-    monkeypatch.setattr(server, "load", load_ours)
-    generator = server.ResponseGenerator(server.ModelProvider(arguments(folder)), LRUPromptCache(10))
-    httpd = ThreadingHTTPServer(
-        ("127.0.0.1", 0),
-        lambda *positional: server.APIHandler(generator, *positional, system_fingerprint="test"),
-    )
-    thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield Client(httpd.server_port, generator)
-        assert generator.is_healthy
-    finally:
-        httpd.shutdown()
-        thread.join()
-        httpd.server_close()
-        generator.stop_and_join()
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def one_by_one(transform: Transform, prompt: list[int], hooked: bool = False) -> list[int]:
@@ -148,7 +55,7 @@ def test_one_after_the_other_with_hits_in_the_prompt_cache(
         again, _ = greedy(model, caches, FIRST[-1:], COUNT)
         feed(model, caches, again[-1:])
     going_on, _ = greedy(model, caches, THIRD, COUNT)
-    with serving(folder, transform, monkeypatch) as ask:
+    with serving(folder, made_of(transform), monkeypatch) as ask:
         assert ask(FIRST) == (answer, 0)
         assert ask.generator.model_provider.is_batchable
         assert ask(SECOND) == (one_by_one(transform, SECOND), 0)
@@ -161,8 +68,30 @@ def test_one_after_the_other_with_hits_in_the_prompt_cache(
 def test_three_at_once(name: str, hooked: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [FIRST, SECOND, THIRD]
     expected = [one_by_one(ALL[name], prompt, hooked) for prompt in prompts]
-    with serving(folder, ALL[name], monkeypatch, hooked) as ask, ThreadPoolExecutor(3) as pool:
+    with serving(folder, made_of(ALL[name]), monkeypatch, hooked=hooked) as ask, ThreadPoolExecutor(3) as pool:
         assert [answer for answer, _ in pool.map(ask, prompts)] == expected
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_chats_share_their_system_prompt(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server stops where it ends and puts its caches aside; they serve the next chat of a method that evicts.
+
+    Where rows can be taken back, the longer first chat does that.
+    """
+    model, transform, system = build("llama"), ALL[name], [*FIRST, END]
+    caches = cache_list(model, transform)
+    read(model, caches, [*system, END])
+    first, second = copy.deepcopy(caches), caches
+    answer, _ = greedy(model, first, [*SECOND, END], COUNT)
+    if transform.trimmable:
+        feed(model, first, answer[-1:])
+        assert [cache.trim(len(SECOND) + 1 + COUNT) for cache in first] == [len(SECOND) + 1 + COUNT] * 2
+        second = first
+    expected, _ = greedy(model, second, [*THIRD, END], COUNT)
+    assert END not in (SECOND[0], THIRD[0]), "which would count as the system prompt's"
+    with serving(folder, made_of(transform), monkeypatch) as ask:
+        assert ask.chat(FIRST, SECOND) == (answer, 0)
+        assert ask.chat(FIRST, THIRD) == (expected, len(system))
 
 
 @pytest.mark.parametrize("name", ["h2o", "kivi"])
@@ -170,10 +99,84 @@ def test_requests_that_cannot_be_batched(name: str, folder: Path, monkeypatch: p
     """A seed makes the server answer alone; it may arrive between batched requests."""
     transform = ALL[name]
     expected = [one_by_one(transform, prompt) for prompt in (FIRST, SECOND, THIRD)]
-    with serving(folder, transform, monkeypatch) as ask:
+    with serving(folder, made_of(transform), monkeypatch) as ask:
         assert ask(FIRST, seed=1)[0] == expected[0]
         assert ask(SECOND)[0] == expected[1]
         assert ask(THIRD, seed=2)[0] == expected[2]
+
+
+def test_layers_of_unequal_budgets_with_the_hook(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    config = KVCacheConfig(method="pyramidkv", options=PyramidKVOptions(pyramid_budget=16, pyramid_beta=1.5))
+    prompts = [FIRST, SECOND, THIRD]
+    with attention_hook(model):
+        expected = [greedy(model, KVCacheBuilder.for_model(model, config), prompt, COUNT)[0] for prompt in prompts]
+    make = functools.partial(KVCacheBuilder.for_model, config=config)
+    with serving(folder, make, monkeypatch, hooked=True) as ask, ThreadPoolExecutor(3) as pool:
+        assert [answer for answer, _ in pool.map(ask, prompts)] == expected
+
+
+# With a draft model: one request at a time
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model on disk, nearly all of whose guesses are refused."""
+    return write_model(tmp_path_factory.mktemp("draft"), seed=1)
+
+
+def drafted(target: Transform, drafting: Transform, draft: int, prompt: list[int]) -> list[int]:
+    """Tokens of speculative decoding without a server."""
+    model, guesser = build("llama"), build("llama", seed=draft)
+    caches = cache_list(model, target) + cache_list(guesser, drafting)
+    steps = speculative_generate_step(
+        mx.array(prompt),
+        model,
+        guesser,
+        num_draft_tokens=3,
+        max_tokens=COUNT,
+        prompt_cache=caches,
+        prefill_step_size=CHUNK,
+    )
+    return [token for token, _, _ in steps]
+
+
+@pytest.mark.parametrize("name", [name for name in SOME if ALL[name].trimmable])
+def test_drafts(name: str, folder: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compressed target and draft; requests that come at once wait for each other."""
+    prompts, maker = [FIRST, SECOND, THIRD], made_of(ALL[name])
+    expected = [drafted(ALL[name], ALL[name], 1, prompt) for prompt in prompts]
+    more = {"drafting": maker, "draft_model": str(draft)}
+    with serving(folder, maker, monkeypatch, **more) as ask, ThreadPoolExecutor(3) as pool:
+        assert [answer for answer, _ in pool.map(ask, prompts)] == expected
+        assert not ask.generator.model_provider.is_batchable
+
+
+@pytest.mark.parametrize("name", [name for name in SOME if not ALL[name].trimmable])
+def test_drafts_of_evicting_targets_are_refused(
+    name: str, folder: Path, draft: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the first token, and the server goes on; as drafts they only cost guesses."""
+    rows = made_of(vq.rows())
+    more = {"drafting": rows, "draft_model": str(draft)}
+    with serving(folder, made_of(ALL[name]), monkeypatch, **more) as ask:
+        for _ in range(2):
+            with pytest.raises(RemoteDisconnected):
+                ask(SECOND)
+        assert "trimmable" in capsys.readouterr().err
+    more["drafting"] = made_of(ALL[name])
+    with serving(folder, rows, monkeypatch, **more) as ask:
+        assert ask(FIRST)[0] == one_by_one(vq.rows(), FIRST)
+
+
+def test_turns_with_drafts_need_an_empty_store(folder: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlx_lm keeps such caches under the name of one token more than they hold, plain ones too."""
+    maker, store = made_of(ALL["kivi"]), LRUPromptCache(0)
+    more = {"drafting": maker, "draft_model": str(draft)}
+    with serving(folder, maker, monkeypatch, store=store, **more) as ask:
+        answer, _ = ask(FIRST)
+        turn = [*FIRST, *answer, *THIRD]
+        assert ask(turn) == (drafted(ALL["kivi"], ALL["kivi"], 1, turn), 0)
 
 
 def test_a_cache_that_forgets_changes_the_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,9 +186,6 @@ def test_a_cache_that_forgets_changes_the_answer(folder: Path, monkeypatch: pyte
             return mx.zeros_like(keys), mx.zeros_like(values)
 
     expected = one_by_one(vq.rows(), FIRST)
-    with serving(folder, vq.rows(), monkeypatch) as ask:
-        assert ask(FIRST)[0] == expected
-    with monkeypatch.context() as patch:
-        patch.setitem(globals(), "TransformKVCache", ZeroCache)
-        with serving(folder, vq.rows(), patch) as ask:
-            assert ask(FIRST)[0] != expected
+    for kind, same in ((TransformKVCache, True), (ZeroCache, False)):
+        with serving(folder, made_of(vq.rows(), kind), monkeypatch) as ask:
+            assert (ask(FIRST)[0] == expected) == same

@@ -4,11 +4,14 @@ import warnings
 from typing import Any, ClassVar
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from configs import CALLS, CONFIGS, DV, OPTIONS, B, D, H, feed, rows, statistics
 from models import build, tokens
 
 from vq_adapters import (
+    A2ATSKVCache,
+    A2ATSOptions,
     AMCKVCache,
     AMCOptions,
     AnchorKVKVCache,
@@ -24,17 +27,23 @@ from vq_adapters import (
     KNormKVCache,
     KVCacheBuilder,
     KVCacheConfig,
+    KVQuantKVCache,
+    KVQuantOptions,
     KVTCKVCache,
     KVzipCache,
     MorphKVCache,
     NestedKVCache,
+    NSNQuantKVCache,
     PALUKVCache,
     PALUOptions,
     PyramidKVCache,
     PyramidKVOptions,
     QFiltersKVCache,
     QFiltersOptions,
+    QuantizerConfigError,
     RocketKVKVCache,
+    SKVQKVCache,
+    SKVQOptions,
     SnapKVKVCache,
     SqueezeAttentionCache,
     SqueezeCoordinator,
@@ -43,8 +52,11 @@ from vq_adapters import (
     SVDqOptions,
     TOVAKVCache,
     TurboQuantRVQKVCache,
+    VecInferKVCache,
+    VecInferOptions,
     XQuantKVCache,
 )
+from vq_functional.core.table import Table
 
 ITEM = {mx.float16: 2, mx.bfloat16: 2, mx.float32: 4}
 TOKENS = sum(CALLS)
@@ -270,6 +282,234 @@ class TestBytes:
             "fp16_key_bytes": B * H * TOKENS * D * ITEM[dtype],
             "assigned_bits": 2,
         }
+
+    def test_skvq(self, dtype):
+        """32 of 43 tokens are in groups of 32 channels, two sinks among them; 11 are exact."""
+        cache = feed(SKVQKVCache(CONFIGS[SKVQKVCache]), dtype=dtype)
+        item = ITEM[dtype]
+        keys, values = (B * H * 32 * (dim * 2 // 8 + dim // 32 * 2 * item) for dim in (D, DV))
+        assert statistics(cache) == {
+            "compressed_key_bytes": keys,
+            "compressed_value_bytes": values,
+            "fp16_key_bytes": B * H * TOKENS * D * item,
+            "fp16_value_bytes": B * H * TOKENS * DV * item,
+            "residual_fp16_bytes": B * H * (11 + 2) * (D + DV) * item,
+            "perm_bytes": B * H * (D + DV) * 2,
+            "quantized_tokens": 32,
+            "tokens_seen": TOKENS,
+            "assigned_avg_bits": 2 + 2 * item * 8 / 32,
+        }
+
+    def test_kvquant(self, dtype):
+        """32 of 43 tokens are in 3-bit codes, one number of each row exact with its channel in a byte."""
+        cache = feed(KVQuantKVCache(CONFIGS[KVQuantKVCache]), dtype=dtype)
+        item = ITEM[dtype]
+        keys = B * H * (32 * (D * 3 // 8 + 1 + item) + 2 * 4 * D)
+        assert statistics(cache) == {
+            "compressed_key_bytes": keys,
+            "compressed_value_bytes": B * H * 32 * (DV * 3 // 8 + 1 + item + 2 * item),
+            "fp16_key_bytes": B * H * TOKENS * D * item,
+            "fp16_value_bytes": B * H * TOKENS * DV * item,
+            "nuq_bits": 3,
+            "outlier_fraction": 0.01,
+            "outlier_count": B * H * 32 * 2,
+            "n_sink": 1,
+            "sink_kept": 1,
+            "effective_bits": 8 * keys / (B * H * 32 * D),
+        }
+
+    def test_nsnquant(self, dtype):
+        """A chunk of 32 tokens; every 8 numbers take an index and a byte of signs, a row has two lengths."""
+        cache = feed(NSNQuantKVCache(CONFIGS[NSNQuantKVCache]), dtype=dtype)
+        item = ITEM[dtype]
+        keys, values = (B * H * (32 * (2 * dim // 8 + 2 * item) + dim * item) for dim in (D, DV))
+        assert statistics(cache) == {
+            "compressed_key_bytes": keys,
+            "compressed_value_bytes": values,
+            "fp16_key_bytes": B * H * TOKENS * D * item,
+            "fp16_value_bytes": B * H * TOKENS * DV * item,
+            "residual_fp16_bytes": B * H * 11 * (D + DV) * item,
+            "quantized_tokens": 32,
+            "assigned_avg_bits": 8 * keys / (B * H * 32 * D),
+        }
+
+    def test_vecinfer(self, dtype):
+        """Every four numbers of a key and every eight of a value are a byte; a row has a gain of 16 bits."""
+        cache = feed(VecInferKVCache(CONFIGS[VecInferKVCache]), dtype=dtype)
+        assert statistics(cache) == {
+            "compressed_key_bytes": B * H * TOKENS * (D // 4 + 2),
+            "compressed_value_bytes": B * H * TOKENS * (DV // 8 + 2),
+            "fp16_key_bytes": B * H * TOKENS * D * ITEM[dtype],
+            "fp16_value_bytes": B * H * TOKENS * DV * ITEM[dtype],
+            "codebook_bytes": 4 * 256 * 4 + 4 * 256 * 8,
+            "assigned_avg_bits": (8 / 4 + 8 / 8) / 2,
+        }
+
+    def test_a2ats(self, dtype):
+        """Rows of 8 bits and a scale; a byte for every eight numbers of a key, and its gain. A fifth of 43 is 9."""
+        cache = feed(A2ATSKVCache(CONFIGS[A2ATSKVCache]), dtype=dtype)
+        keys, values = (B * H * TOKENS * (dim + ITEM[dtype]) for dim in (D, DV))
+        keys += B * H * TOKENS * (D // 8 + 2)
+        full = [B * H * TOKENS * dim * ITEM[dtype] for dim in (D, DV)]
+        assert statistics(cache) == {
+            "compressed_key_bytes": keys,
+            "compressed_value_bytes": values,
+            "fp16_key_bytes": full[0],
+            "fp16_value_bytes": full[1],
+            "codebook_bytes": 4 * 256 * 8,
+            "compression_ratio": sum(full) / (keys + values),
+            "assigned_avg_bits": 1.0,
+            "tokens_seen": TOKENS,
+            "tokens_retrieved": 9,
+        }
+
+
+class TestTables:
+    """Orders, ranges and levels that a cache found, of its first batch row."""
+
+    def test_orders_of_channels(self):
+        cache = SKVQKVCache(CONFIGS[SKVQKVCache])
+        assert (cache.key_perms, cache.value_perms) == (None, None)
+        feed(cache, (39,))
+        assert (cache.key_perms, cache.value_perms) == (None, None)
+        feed(cache, (1, 1))
+        for order, dim in ((cache.key_perms, D), (cache.value_perms, DV)):
+            assert order.dtype == mx.int32
+            assert mx.array_equal(mx.sort(order, axis=-1), mx.broadcast_to(mx.arange(dim), (H, dim)))
+        alone = SKVQKVCache(CONFIGS[SKVQKVCache])
+        for i, n in enumerate((39, 1, 1)):
+            alone.update_and_fetch(*(x[:1] for x in rows(n, seed=0 if i < 2 else 1)))
+        assert mx.array_equal(alone.key_perms, cache.key_perms)
+
+    def test_channels_in_their_own_order(self):
+        options = SKVQOptions(skvq_window=8, skvq_n_sink=2, skvq_reorder=False)
+        cache = feed(SKVQKVCache(KVCacheConfig(method="skvq", options=options)))
+        assert (cache.key_perms, cache.value_perms, cache.perm_bytes) == (None, None, 0)
+        assert cache.quantized_tokens == 32
+
+    def test_orders_that_are_given(self):
+        order = np.tile(np.arange(D)[::-1], (H, 1))
+        options = SKVQOptions(skvq_window=8, skvq_key_order=Table.of(order))
+        cache = feed(SKVQKVCache(KVCacheConfig(method="skvq", options=options)))
+        assert cache.key_perms.tolist() == order.tolist()
+
+    def test_units_of_scales_count_with_the_orders(self):
+        options = SKVQOptions(skvq_window=8, skvq_n_sink=2, skvq_fp8=True)
+        cache = feed(SKVQKVCache(KVCacheConfig(method="skvq", options=options)))
+        assert cache.perm_bytes == B * H * ((D + DV) * 2 + 2 * 4)
+        assert cache.assigned_avg_bits == 2 + 2 * 8 / 32
+
+    @pytest.mark.parametrize("levels", ["gaussian", "uniform", "fitted"])
+    def test_levels_and_ranges(self, levels):
+        options = KVQuantOptions(kvquant_n_fit=16, kvquant_residual_length=8, kvquant_levels=levels)
+        cache = KVQuantKVCache(KVCacheConfig(method="kvquant", options=options))
+        for calls in ((), (39,)):
+            feed(cache, calls)
+            assert (cache.key_levels, cache.value_levels, cache.key_outlier_thresh) == (None, None, None)
+        feed(cache, (1, 1))
+        for table in (cache.key_levels, cache.value_levels):
+            assert table.shape == (8,)
+            assert mx.all(table[1:] > table[:-1])
+            assert mx.abs(table).max() <= 1
+        if levels == "uniform":
+            assert mx.allclose(cache.key_levels, mx.linspace(-1, 1, 8))
+        low, high = cache.key_outlier_thresh
+        assert low.shape == high.shape == (H, D)
+        keys = mx.sort(rows(39)[0][0, :, 1:17].astype(mx.float32), axis=1)
+        assert mx.mean((low <= keys[:, 1]) & (high >= keys[:, -2])) > 0.95  # but for channels with an outlier
+        if levels == "uniform":
+            assert mx.all(low >= keys[:, 0] - 1e-6) and mx.all(high <= keys[:, -1] + 1e-6)
+
+    def test_levels_and_ranges_that_are_given(self):
+        tables = [np.linspace(-1, 1, 8), np.linspace(-0.9, 0.9, 8)]
+        options = KVQuantOptions(
+            kvquant_residual_length=8,
+            kvquant_k_levels=Table.of(tables[0]),
+            kvquant_v_levels=Table.of(tables[1]),
+            kvquant_k_range=Table.of(np.stack([np.full((H, D), 0.5), np.full((H, D), 2.0)])),
+        )
+        cache = feed(KVQuantKVCache(KVCacheConfig(method="kvquant", options=options)))
+        np.testing.assert_allclose(np.array(cache.key_levels), tables[0], rtol=1e-6)
+        np.testing.assert_allclose(np.array(cache.value_levels), tables[1], rtol=1e-6)
+        assert cache.key_outlier_thresh.tolist() == [[[-1.5] * D] * H, [[2.5] * D] * H]
+
+    def test_blocks_with_ranges_of_their_own(self):
+        options = KVQuantOptions(kvquant_refit_interval=32, kvquant_residual_length=8)
+        cache = feed(KVQuantKVCache(KVCacheConfig(method="kvquant", options=options)))
+        assert cache.key_outlier_thresh is None
+        assert cache.key_levels.shape == (8,)
+
+    def test_codebooks_that_are_given(self):
+        books = np.random.default_rng(0).normal(size=(H, D // 8, 256, 8))
+        options = A2ATSOptions(a2ats_codebook=Table.of(books))
+        assert A2ATSKVCache(KVCacheConfig(method="a2ats", options=options)).codebook_bytes == 4 * books.size
+        key, options = Table.of(books[0, 0, :, :4]), VecInferOptions(key_codebook_bits=8)
+        config = KVCacheConfig(method="vecinfer", key_codebook=key, options=options)
+        assert VecInferKVCache(config).codebook_bytes == 4 * 256 * 4 + 4 * 256 * 8
+
+
+@pytest.mark.parametrize(("n", "retrieved"), [(0, 0), (1, 0), (10, 0), (11, 1), (12, 2), (20, 4), (60, 12)])
+def test_what_a_token_retrieves(n, retrieved):
+    """Beside eight newest rows and two sinks, a fifth of all."""
+    cache = A2ATSKVCache(CONFIGS[A2ATSKVCache])
+    if n:
+        feed(cache, (n,), batch=1)
+        seen = cache.transform.select(cache._settled_state(), rows(n, batch=1)[0][:, :, -1:])
+        assert (seen >= 0).sum().item() == H * (min(n, 10) + retrieved)
+    assert cache.tokens_retrieved == retrieved
+
+
+def test_queries_far_from_the_keys():
+    """As those of a model are turned that stand at `a2ats_b`, and what the method itself makes of rotated ones."""
+    cache = A2ATSKVCache(KVCacheConfig(method="a2ats", options=A2ATSOptions(a2ats_b=100, a2ats_rope_base=500.0)))
+    bare = mx.random.normal((2, 4, 3, D), key=mx.random.key(3))
+    far = cache.far_query_rope(bare)
+    wanted = mx.fast.rope(bare[:, :, :1], D, traditional=False, base=500.0, scale=1.0, offset=100)
+    np.testing.assert_allclose(np.array(far[:, :, :1]), np.array(wanted), atol=1e-5)
+    turned = mx.fast.rope(bare, D, traditional=False, base=500.0, scale=1.0, offset=7)
+    positions = mx.broadcast_to(mx.arange(7, 10), (2, 3))
+    np.testing.assert_allclose(np.array(cache.transform.far_queries(turned, positions)), np.array(far), atol=1e-4)
+    assert mx.allclose(cache.far_query_rope(bare[0, 0, 0]), far[0, 0, 0], atol=1e-6)
+
+
+class TestFusedAttention:
+    """`fused_sdpa` against attention over the rows as they are read."""
+
+    SCALE: ClassVar[float] = D**-0.5
+
+    @pytest.mark.parametrize("n", [1, 5, 40])
+    @pytest.mark.parametrize(("causal", "window"), [(True, 0), (True, 6), (False, 0), (False, 6)])
+    def test_all_masks(self, n, causal, window):
+        cache = feed(VecInferKVCache(CONFIGS[VecInferKVCache]), (45,), dtype=mx.float32)
+        queries = mx.random.normal((B, 2 * H, n, D), key=mx.random.key(5))
+        got = cache.fused_sdpa(queries, self.SCALE, causal=causal, sliding_window=window)
+        at = mx.arange(45 - n, 45)[:, None] if causal else mx.full((n, 1), 44)
+        column = mx.arange(45)
+        mask = (column <= at) & (column > at - (window or 45))
+        wanted = mx.fast.scaled_dot_product_attention(queries, *cache.keys_and_values(), scale=self.SCALE, mask=mask)
+        np.testing.assert_allclose(np.array(got), np.array(wanted), atol=1e-4)
+
+    def test_in_a_sliding_window(self):
+        config = KVCacheConfig(method="vecinfer", sliding_window=8, options=VecInferOptions(key_codebook_bits=8))
+        cache = feed(VecInferKVCache(config), (20, 1, 1, 1), dtype=mx.float32)
+        queries = mx.random.normal((B, 2 * H, 1, D), key=mx.random.key(5))
+        wanted = mx.fast.scaled_dot_product_attention(queries, *cache.keys_and_values(), scale=self.SCALE)
+        assert wanted.shape == (B, 2 * H, 1, DV)
+        np.testing.assert_allclose(np.array(cache.fused_sdpa(queries, self.SCALE)), np.array(wanted), atol=1e-4)
+
+    def test_rows_of_a_batch_see_their_own(self):
+        alone = [feed(VecInferKVCache(CONFIGS[VecInferKVCache]), calls, batch=1) for calls in ((9,), (30, 1))]
+        batch, queries = VecInferKVCache.merge(alone), rows(2, seed=7)[0]
+        got = batch.fused_sdpa(queries, self.SCALE)
+        for i, cache in enumerate(alone):
+            wanted = cache.fused_sdpa(queries[i : i + 1], self.SCALE)
+            np.testing.assert_allclose(np.array(got[i : i + 1]), np.array(wanted), atol=2e-3)
+
+    @pytest.mark.parametrize("calls", [(), (4,)])
+    def test_more_queries_than_tokens(self, calls):
+        cache = feed(VecInferKVCache(CONFIGS[VecInferKVCache]), calls)
+        with pytest.raises(QuantizerConfigError, match=r"fused_sdpa: `q` must be of at most"):
+            cache.fused_sdpa(rows(5)[0], self.SCALE)
 
 
 def test_svdq_of_all_axes():

@@ -19,6 +19,8 @@ from vq_adapters import (
     QJLKVCache,
     QuantizerConfigError,
     SlidingWindowKVCache,
+    SpectralQuantKVCache,
+    SpectralQuantOptions,
     TurboQuantKVCache,
 )
 from vq_adapters.vectors import VECTOR_CLASSES
@@ -30,6 +32,7 @@ METHODS: dict[str, Any] = {
     "turboquant_prod": TurboQuantKVCache,
     "polar": PolarQuantKVCache,
     "qjl": QJLKVCache,
+    "spectral": SpectralQuantKVCache,
 }
 methods = pytest.mark.parametrize("method", METHODS)
 dtypes = pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)
@@ -117,7 +120,7 @@ def test_a_window_is_a_fresh_cache_of_the_newest_tokens(method, bound, n, window
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("n", [1, 9, 65])
 def test_memory_bytes(method, dim, n):
-    """A key by its method, 2 bits a coordinate where these count, and a value of D + 2."""
+    """A key by its method, 2 bits a coordinate where these count, and a value of D + 2 or of the same bits."""
     cache = feed(make(method, head_dim=dim), *tokens(n, dim=dim))
     angles = sum(4 * -(-bits * (dim >> level) // 32) for level, bits in enumerate((4, 2, 2, 2), 1))
     keys = {
@@ -125,13 +128,90 @@ def test_memory_bytes(method, dim, n):
         "turboquant_prod": dim // 8 + 2 + dim // 8 + 2,  # codes, signs, two norms
         "polar": angles + 2 * dim // 16,  # angles and radii
         "qjl": dim // 8 + 2,  # signs and a norm
+        "spectral": dim // 4 + 4 + 1 + 2,  # codes, a scale of each block, signs and norm of what is left over
     }
-    assert cache.memory_bytes() == n * (keys[method] + dim + 2)
+    value = dim // 4 + 4 if method == "spectral" else dim + 2
+    assert cache.memory_bytes() == n * (keys[method] + value)
 
 
 def test_memory_bytes_follow_the_sketch():
     cache = feed(make("qjl", jl_dim=256), *tokens(3))
     assert cache.memory_bytes() == 3 * (256 // 8 + 2 + D + 2)
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize("sketch", [True, False])
+def test_compression_ratio_is_that_of_keys(bits, sketch):
+    options = SpectralQuantOptions(spectral_apply_qjl=sketch)
+    cache = make("spectral", bit_width_inlier=bits, options=options)
+    wanted = 2 * D / (D * bits // 8 + 4 + 3 * sketch)
+    assert cache.compression_ratio() == wanted
+    feed(cache, *tokens(3, mx.float32))
+    assert cache.compression_ratio() == wanted
+    assert make("spectral", bit_width_inlier=bits, options=options, capacity=2).compression_ratio() == wanted
+
+
+class TestCalibrated:
+    """Keys of three axes, values of five."""
+
+    @staticmethod
+    def _rows(n: int, seed: int) -> list[mx.array]:
+        draws = [mx.random.normal((n, size), key=mx.random.key(seed + size)) for size in (3, 5)]
+        axes = [mx.random.normal((size, D), key=mx.random.key(size)) for size in (3, 5)]
+        return [draw @ axis for draw, axis in zip(draws, axes, strict=True)]
+
+    def _basis(self) -> vq.SpectralBasis:
+        return vq.spectral_calibrate(*(x[:, None] for x in self._rows(200, 0)), key_d_eff=3, val_d_eff=5)
+
+    def test_a_basis_and_its_parts_are_the_same(self):
+        basis, keys_values = self._basis(), self._rows(9, 1)
+        sides = ((basis.key_axes, basis.val_axes), (basis.key_energy, basis.val_energy))
+        parts = (*(x[0] for side in sides for x in side), basis.key_d_eff, basis.val_d_eff)
+        caches = [make("spectral") for _ in range(3)]
+        for cache, entry in zip(caches, (basis, parts, tuple(np.array(x) for x in parts)), strict=True):
+            cache.calibrate(entry)
+            feed(cache, *keys_values)
+        for cache in caches[1:]:
+            assert mx.array_equal(cache.attend(query()), caches[0].attend(query()))
+        uncalibrated = feed(make("spectral"), *keys_values)
+        assert not mx.array_equal(uncalibrated.attend(query()), caches[0].attend(query()))
+
+    @pytest.mark.parametrize("window", [None, 4])
+    def test_reset_keeps_them(self, window):
+        cache, keys_values = make("spectral", capacity=window), self._rows(9, 1)
+        cache.calibrate(self._basis())
+        first = feed(cache, *keys_values).attend(query())
+        cache.reset()
+        assert len(cache) == 0
+        assert mx.array_equal(feed(cache, *keys_values).attend(query()), first)
+
+    @pytest.mark.parametrize(
+        ("change", "rule"),
+        [
+            (lambda parts: parts[:5], "`basis` must be a SpectralBasis"),
+            (lambda parts: None, "`basis` must be a SpectralBasis"),
+            (lambda parts: (2 * parts[0], *parts[1:]), "`key_axes` must be orthogonal"),
+            (lambda parts: (mx.eye(5), parts[1], parts[2][:5], *parts[3:]), "`basis` must be of one head"),
+            (lambda parts: (*parts[:4], 0, 5), "`d_eff`"),
+        ],
+        ids=["five", "none", "not orthogonal", "another size", "empty block"],
+    )
+    def test_what_fits_not_is_refused(self, change, rule):
+        basis = self._basis()
+        parts = (basis.key_axes[0], basis.val_axes[0], basis.key_energy[0], basis.val_energy[0], 3, 5)
+        cache = make("spectral")
+        with pytest.raises(QuantizerConfigError, match=rule):
+            cache.calibrate(change(parts))
+        assert mx.array_equal(
+            feed(cache, *tokens(3)).attend(query()), feed(make("spectral"), *tokens(3)).attend(query())
+        )
+
+    def test_comes_before_the_first_token(self):
+        for cache in (feed(make("spectral"), *tokens(1)), make("spectral")):
+            if len(cache) == 0:
+                cache.append_key(query())
+            with pytest.raises(RuntimeError, match="`calibrate` must come before the first token"):
+                cache.calibrate(self._basis())
 
 
 @methods

@@ -153,6 +153,12 @@ def test_what_tears_a_stack_apart_is_refused(subject: Subject) -> None:
         TransformKVCache(stack.member(0)).update_and_fetch(*first)
     with pytest.raises(RuntimeError, match=f"{subject.name}: `group` must come from the layer"):
         stack.member(0).update(None, *first)
+    member = stack.member(1)
+    alone = member.init_state(SPEC)
+    with pytest.raises(vq.QuantizerConfigError, match=f"{subject.name}: `group` must have the states of all 2 layers"):
+        member.update_in(None, (alone,), *second)
+    with pytest.raises(vq.QuantizerConfigError, match=f"{subject.name}: `state` must have borrowed"):
+        member.make_mask(alone, 1)
     caches[0].trim(3)
     with pytest.raises(RuntimeError, match=f"{subject.name}: layer 1 must come after layer 0"):
         caches[0].update_and_fetch(*first)

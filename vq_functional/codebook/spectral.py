@@ -125,7 +125,9 @@ class SpectralCodec(Codec):
         """What rows are multiplied with, float32 [H or 1, D, D]."""
         if self.axes is None:
             _warn_uncalibrated()
-            return random_orthogonal(dim, self.seed)[None]
+            matrix = random_orthogonal(dim, self.seed)[None]
+            mx.eval(matrix)
+            return matrix
         check(self.head_dim == dim, self.name, "axes", f"must be of head size {dim}", self.head_dim)
         axes = self.axes.array
         if not self.fold:

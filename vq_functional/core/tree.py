@@ -4,6 +4,7 @@
 every border to MLX goes through `flatten` and `rebuild`.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -50,16 +51,22 @@ def _collect(node: Any, leaves: list[mx.array]) -> Structure:
         return "leaf"
     if node is None:
         return None
+    kind: Any = type(node)
     if isinstance(node, tuple):
-        return (type(node), tuple(_collect(child, leaves) for child in node))
-    if attrs.has(type(node)):
-        return (type(node), tuple(_collect_field(field, node, leaves) for field in attrs.fields(type(node))))
-    raise TypeError(f"a state holds arrays, tuples and attrs objects; got {type(node).__name__}")
+        return (kind, tuple([_collect(child, leaves) for child in node]))
+    children = []
+    for name, static in _fields(kind):
+        value = getattr(node, name)
+        children.append(("static", value) if static else _collect(value, leaves))
+    return (kind, tuple(children))
 
 
-def _collect_field(field: Any, node: Any, leaves: list[mx.array]) -> Structure:
-    value = getattr(node, field.name)
-    return ("static", value) if field.metadata.get("static") else _collect(value, leaves)
+@functools.cache
+def _fields(kind: Any) -> tuple[tuple[str, bool], ...]:
+    """Names of the fields of an attrs class, and which of them are static."""
+    if not attrs.has(kind):
+        raise TypeError(f"a state holds arrays, tuples and attrs objects; got {kind.__name__}")
+    return tuple((field.name, bool(field.metadata.get("static"))) for field in attrs.fields(kind))
 
 
 def _restore(structure: Structure, leaves: Iterator[mx.array]) -> Any:

@@ -116,6 +116,8 @@ class Member(Transform):
         self, state: Any, group: Any, keys: mx.array, values: mx.array, queries: mx.array | None = None
     ) -> tuple[Any, Any, mx.array, mx.array]:
         check_group(self.name, group)
+        rule = f"must have the states of all {self.stack.layers} layers"
+        check(len(group) == self.stack.layers, self.name, "group", rule, len(group))
         own = group[self.layer]
         self.check_input(keys, values, queries, own.layout)
         n, last = keys.shape[2], self.layer == self.stack.layers - 1
@@ -171,16 +173,22 @@ class Member(Transform):
     # What reads a state that has borrowed what it shares
 
     def parts(self, held: Any, fill: Fill | None = None) -> tuple[Parts, Parts]:
-        return self.reader.parts(held, fill)
+        return self.reader.parts(self._whole(held), fill)
 
     def positions(self, held: Any) -> mx.array:
-        return self.reader.positions(held)
+        return self.reader.positions(self._whole(held))
 
     def positions_after(self, state: Any, n: int, fill: Fill | None = None) -> mx.array:
-        return self.reader.positions_after(state, n, fill)
+        return self.reader.positions_after(self._whole(state), n, fill)
 
     def trim(self, state: Any, n: int) -> Any:
         return self.reader.trim(state, n)
+
+    def _whole(self, state: Any) -> Any:
+        """The state; refused where another layer holds what it would read."""
+        rule = "must have borrowed what the first layer of its stack holds"
+        check(self.holds(state), self.name, "state", rule, f"layer {self.layer} alone")
+        return state
 
 
 def stack_sizes(layers: int, group_size: int, first: int = 0, rest_alone: bool = False) -> list[int]:

@@ -6,7 +6,7 @@ A call of several tokens selects once and gathers, kept rows first.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -42,6 +42,7 @@ class Evicting(Transform):
     name: str
     policy: Policy
     store: RowStore
+    sheds: bool = attrs.field(default=True, kw_only=True)  # False only for the end of a single token after which every row stays
     trimmable = False
     evicts = True
 
@@ -112,8 +113,11 @@ class Evicting(Transform):
             scored, scene, priority = self._scored(held, queries, lengths, proxy)
         if self.policy.prompt_only and held.new == 0:
             return scored, group
-        state = self._drop(scored, scene, priority) if held.new == 0 else self._select(scored, scene, priority)
-        return state, (priority,) if self.policy.leads else group
+        if held.new > 0:
+            scored = self._select(scored, scene, priority)
+        elif self.sheds:
+            scored = self._drop(scored, scene, priority)
+        return scored, (priority,) if self.policy.leads else group
 
     def observe(
         self, held: SlotState, queries: mx.array, lengths: mx.array | None = None, proxy: bool = False
@@ -165,6 +169,11 @@ class Evicting(Transform):
 
     def settles(self, fill: Fill, n: int) -> bool:
         return not (self.policy.prompt_only and n == 1)
+
+    def after(self, fills: Sequence[Fill]) -> "Evicting":
+        # Where rows go one at a time, one goes at nearly every step.
+        stay = self.policy.most_dropped > 1 and all(self.settled(fill, 1).rows == fill.rows for fill in fills)
+        return _without_shedding(self) if stay else self
 
     def room(self, fill: Fill, n: int, count: int | None = None) -> int:
         count = n if count is None else count
@@ -306,6 +315,11 @@ class Evicting(Transform):
             lost = Picked(*chosen(live & ~kept, min(held.new or held.slots, held.slots - 1)))
             narrow = fold(self.policy, self.store, narrow, held, scene, Picked(index, stays), lost)
         return resized(only(stays, narrow), slots)
+
+
+@functools.lru_cache(maxsize=1024)
+def _without_shedding(transform: Evicting) -> Evicting:
+    return attrs.evolve(transform, sheds=False)
 
 
 @functools.lru_cache(maxsize=1024)
