@@ -93,6 +93,7 @@ from vq_adapters.vectors import (
     SpectralQuantKVCache,
     TurboQuantKVCache,
 )
+from vq_adapters.vision import image_spans
 from vq_functional.core.errors import QuantizerConfigError
 
 files.register()
@@ -209,6 +210,7 @@ __all__ = [
     "attention_hook",
     "calibrate",
     "capture",
+    "image_spans",
     "install_attention",
     "kvzip_prefill",
     "load",

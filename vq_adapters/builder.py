@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -35,11 +36,23 @@ _KV_HEADS = ("n_kv_heads", "num_kv_heads", "num_key_value_heads")
 
 Config: TypeAlias = KVCacheConfig | Transform
 
+# The modules of a plain KVCache: mlx_vlm has one of its own.
+_PLAIN = ("mlx_lm.models.cache", "mlx_vlm.models.cache")
+
+# Models that take what a plain cache holds out of it by themselves.
+_OWN_READING = {
+    "mlx_vlm.models.afm7": "its last layers read another layer's `state`",
+    "mlx_vlm.models.diffusion_gemma": "its decoder reads the `state` of every layer",
+    "mlx_vlm.models.gemma3n": "its last layers read another layer's `state`",
+    "mlx_vlm.models.nemotron_labs_diffusion": "its layers read `keys` and `values` by row number",
+}
+
 # Models whose attention takes the number of rows for the number of tokens.
 _NO_EVICTION = {
     "mlx_lm.models.afm7": "its last layers take query positions from the number of rows",
     "mlx_lm.models.gemma3n": "its last layers read an earlier layer's rows after that layer has settled",
     "mlx_lm.models.phi3small": "its block-sparse layers take positions from the order of rows",
+    "mlx_vlm.models.phi3small": "its block-sparse layers take positions from the order of rows",
 }
 
 # Why an entry of a model's own list is left as it is, by its class.
@@ -184,21 +197,25 @@ class KVCacheBuilder:
         found = {id(one): _calibration(model, one) for one in configs}
         specs: list[KVSpec | None] = []
         model = _language_model(model)
+        reason = _reason(_OWN_READING, model)
+        check(reason is None, "for_model", "model", f"must leave its caches to themselves: {reason}", type(model))
         caches = _own_caches(model)
         layers = _layers(model, len(caches))
         places = [i for i, entry in enumerate(caches) if _replaceable(entry, layers[i])]
         left = sorted({f"{row.used} ({row.reason})" for row in report(caches)})
         check(len(places) > 0, "for_model", "model", "must have a plain KVCache to replace", left)
+        first, before, count = _stage(model, len(places))
         if not many:
-            configs *= len(places)
-        rule = f"must have one entry for each of the {len(places)} layers that are replaced"
-        check(len(configs) == len(places), "for_model", "config", rule, config)
-        for index, (place, one, stacked) in enumerate(zip(places, configs, _stacked(configs), strict=True)):
+            configs *= count
+        rule = f"must have one entry for each of the {count} layers that are replaced"
+        check(len(configs) == count, "for_model", "config", rule, config)
+        own, stacks = configs[before : before + len(places)], _stacked(configs, before, len(places))
+        for index, (place, one, stacked) in enumerate(zip(places, own, stacks, strict=True)):
             attention, tables = _attention(layers[place]), found[id(one)]
-            spec, its = _spec(attention, _dtype(layers[place])), None if tables is None else tables[index]
+            spec, its = _spec(attention, _dtype(layers[place])), None if tables is None else tables[before + index]
             specs.append(spec)
             _check_stack(one, specs[index - stacked[1] :])
-            layer = Layer(index, len(places), place, spec, its, rope_of(attention), *stacked)
+            layer = Layer(index, count, first + place, spec, its, rope_of(attention), *stacked, before)
             caches[place] = _layer_cache(one, layer, attention)
         _join([caches[place] for place in places])
         for place in places:
@@ -242,12 +259,21 @@ def _calibration(model: nn.Module, config: KVCacheConfig | Transform) -> list[An
     return found
 
 
-def _stacked(configs: Sequence[Config]) -> list[tuple[int, int]]:
-    """For each layer the size of the stack that it is packed with, and its place there."""
+def _stacked(configs: Sequence[Config], before: int = 0, count: int | None = None) -> list[tuple[int, int]]:
+    """For `count` layers from `before` on the size of the stack that each is packed with, and its place there.
+
+    None for all layers. A stack that begins or ends in another process is cut there.
+    """
     sizes = [_stack_sizes(one, len(configs)) for one in configs]
     same = all(one is configs[0] for one in configs) or all(set(one) == {1} for one in sizes)
     check(same, "for_model", "config", "must be one for all layers, where some are packed together", configs)
-    return [(size, member) for size in sizes[0] for member in range(size)]
+    ends = list(itertools.accumulate(sizes[0]))
+    last = len(configs) if count is None else before + count
+    spans = [(max(end - size, before), min(end, last)) for end, size in zip(ends, sizes[0])]
+    whole = all(stop - start == size or stop <= start for (start, stop), size in zip(spans, sizes[0]))
+    rule = "must have whole stacks in every process"
+    check(whole or isinstance(configs[0], KVCacheConfig), "for_model", "config", rule, sizes[0])
+    return [(stop - start, member) for start, stop in spans for member in range(stop - start)]
 
 
 def _stack_sizes(config: Config, layers: int) -> list[int]:
@@ -301,8 +327,14 @@ def _dtype(layer: nn.Module) -> mx.Dtype:
 
 
 def _check_eviction(model: nn.Module, transform: Transform) -> None:
-    reason = _NO_EVICTION.get(type(model).__module__)
+    reason = _reason(_NO_EVICTION, model)
     check(reason is None or not transform.evicts, transform.name, "model", f"must keep all rows: {reason}", type(model))
+
+
+def _reason(reasons: dict[str, str], model: nn.Module) -> str | None:
+    """What is told of a model's architecture: a module of mlx_lm, a package of mlx_vlm."""
+    module = type(model).__module__
+    return reasons.get(module, reasons.get(module.rpartition(".")[0]))
 
 
 def _language_model(model: nn.Module) -> nn.Module:
@@ -320,6 +352,25 @@ def _own_caches(model: nn.Module) -> list[Any]:
     return list(make(model)) if make is not None else [mlx_cache.KVCache() for _ in model.layers]
 
 
+def _stage(model: nn.Module, own: int) -> tuple[int, int, int]:
+    """The number of the first layer here, and of replaced layers before it and in all, for `own` of them here.
+
+    In a pipeline a process holds a part of the layers; the rest is known from a blank model of the same kind, whose
+    weights are never computed.
+    """
+    stage = next((module for module in model.modules() if getattr(module, "pipeline_size", 1) > 1), None)
+    if stage is None:
+        return 0, 0, own
+    drawn: Any = mx.random.state
+    high, low = drawn[0].tolist()
+    kind: Any = type(model)
+    whole = kind(model.args)
+    mx.random.seed(high << 32 | low)  # as if it had drawn no numbers
+    caches = _own_caches(whole)
+    replaced = [_replaceable(entry, layer) for entry, layer in zip(caches, _layers(whole, len(caches)), strict=True)]
+    return stage.start_idx, sum(replaced[: stage.start_idx]), sum(replaced)
+
+
 def _layers(model: nn.Module, count: int) -> list[nn.Module]:
     """The layer of each cache; the whole model where caches and layers don't match one to one."""
     layers = list(getattr(model, "layers", ()))
@@ -329,7 +380,12 @@ def _layers(model: nn.Module, count: int) -> list[nn.Module]:
 
 
 def _replaceable(entry: Any, layer: nn.Module) -> bool:
-    return type(entry) is mlx_cache.KVCache and not any(_holds_latents(module) for module in layer.modules())
+    return _is_plain(entry) and not any(_holds_latents(module) for module in layer.modules())
+
+
+def _is_plain(entry: Any) -> bool:
+    """Whether an entry is the plain cache of mlx_lm or of mlx_vlm, and of no subclass."""
+    return type(entry).__name__ == "KVCache" and type(entry).__module__ in _PLAIN
 
 
 def _holds_latents(module: nn.Module) -> bool:

@@ -141,14 +141,15 @@ RULES: dict[str, Rule] = {
 class Layer:
     """Which layer a configuration is for."""
 
-    index: int = 0  # among the attention layers that are replaced
-    count: int | None = None  # of these; None where nobody knows
+    index: int = 0  # among the attention layers that are replaced in this process
+    count: int | None = None  # of these, in all processes of a pipeline; None where nobody knows
     number: int = 0  # among all layers of the model
     spec: KVSpec | None = None  # shapes of its keys and values, where the model tells
     found: Any = None  # by calibration, from the configuration's store
     rope: Rope | None = None  # how it rotates keys, where the model tells
     stack: int = 1  # layers whose rows are packed together with this one's, itself included
     member: int = 0  # among these
+    before: int = 0  # layers that are replaced in earlier processes
 
 
 def check_field(method: str, field: str, value: Any) -> None:
@@ -260,7 +261,7 @@ class KVCacheConfig:
         for field, entries in self._lists().items():
             rule = f"must have one entry for each of the {layer.count} layers that are replaced"
             check(layer.count is None or len(entries) == layer.count, self.method, field, rule, entries)
-            setattr(one, field, entries[layer.index % len(entries)])
+            setattr(one, field, entries[(layer.before + layer.index) % len(entries)])
             if field in resolved:
                 setattr(one, resolved[field], getattr(one, field))
         for option in BUDGETS:
@@ -309,7 +310,9 @@ class KVCacheConfig:
         for option in found:
             field = name_of(self.method, option)
             check(option in free, self.method, field, "must not be given beside a `store` that holds it", given[option])
-        told = {"layer": self._place.index, "layers": self._place.count, **found}
+        # A schedule runs over all layers; one that follows another has it in its own process.
+        before = self._place.before if "layers" in known else 0
+        told = {"layer": before + self._place.index, "layers": self._place.count, **found}
         rope = {option for option in known if option.startswith("rope")}
         if rope and rope <= free:
             told["rope"] = self._place.rope

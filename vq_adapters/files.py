@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Sequence
@@ -20,6 +21,10 @@ FORMAT, VERSION = "vq_adapters.caches", 1
 
 _KINDS: list[type[TransformKVCache]] = [TransformKVCache, *CLASSES.values()]
 OWN_CLASSES = {kind.__name__: kind for kind in _KINDS}
+
+# Whose caches may stand beside ours in a list; a file names those of this one in full.
+_OTHER = "mlx_vlm.models.cache"
+_RULE = f"must be of a class of this package, of mlx_lm.models.cache or of {_OTHER}"
 
 # What reading a file that is not of this format, or damaged, may raise.
 _DAMAGE = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError)
@@ -82,9 +87,9 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, mx.array], dict[str, 
 
 def _described(cache: Any, arrays: list[mx.array]) -> dict[str, Any]:
     """Class and state of one layer; its arrays go to the end of `arrays`."""
-    name = type(cache).__name__
-    known = OWN_CLASSES.get(name) is type(cache) or getattr(mlx_cache, name, None) is type(cache)
-    check(known, "save", "caches", "must be of a class of this package or of mlx_lm.models.cache", type(cache))
+    name, module = type(cache).__name__, type(cache).__module__
+    name = f"{module}.{name}" if module == _OTHER else name
+    check(_class(name) is type(cache), "save", "caches", _RULE, type(cache))
     try:
         state = cache.state
     except AttributeError:  # before 0.32, mlx_lm's own empty caches have none
@@ -115,10 +120,17 @@ def _unpacked(node: Any, arrays: dict[str, mx.array]) -> Any:
     return [_unpacked(child, arrays) for child in node] if isinstance(node, list) else node
 
 
+def _class(name: str) -> Any:
+    """The class of a cache by its name in files; None where it is none of those that may be saved."""
+    module, _, bare = name.rpartition(".")
+    if module == _OTHER:
+        return getattr(importlib.import_module(_OTHER), bare, None)
+    return OWN_CLASSES.get(name) or getattr(mlx_cache, name, None)
+
+
 def _restored(layer: dict[str, Any], arrays: dict[str, mx.array]) -> Any:
     name = layer["class"]
-    kind = OWN_CLASSES.get(name) or getattr(mlx_cache, name, None)
-    known = isinstance(kind, type) and hasattr(kind, "from_state")
-    check(known, "load", "class", "must be a class of this package or of mlx_lm.models.cache", name)
+    kind = _class(name)
+    check(isinstance(kind, type) and hasattr(kind, "from_state"), "load", "class", _RULE, name)
     meta = () if layer["meta"] is None else (_unpacked(layer["meta"], arrays),)
-    return kind.from_state(_unpacked(layer["state"], arrays), *meta)  # type: ignore[union-attr]
+    return kind.from_state(_unpacked(layer["state"], arrays), *meta)

@@ -130,6 +130,14 @@ def test_a_method_that_evicts_refuses_the_draft_of_a_request(folder: str, draft:
         (["--kv-bits", "4"], "--kv-bits is for --method plain: h2o makes its own caches"),
         (["--prot", "1"], "unrecognized arguments: --prot 1"),
         (["--port", "x"], "argument --port: invalid int value: 'x'"),
+        (
+            ["--option", "capacity=64"],
+            "`capacity` would end the server at the first request past it; bound answers by --max-tokens",
+        ),
+        (
+            ["--no-hook", "--budget", "40,50"],
+            "--no-hook can't serve batches of h2o: its layers hold different numbers of rows",
+        ),
         (["--budget", "3"], "h2o: `budget` must exceed the 20 rows of `n_sink`, `grace` and `protect`; got 3"),
     ],
 )

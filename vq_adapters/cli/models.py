@@ -10,9 +10,9 @@ from typing import Any
 
 import mlx.nn as nn
 
-from vq_adapters.builder import KVCacheBuilder
+from vq_adapters.builder import KVCacheBuilder, rows_kept
 from vq_adapters.cli.parsing import Parser, UsageError, say
-from vq_adapters.config import KVCacheConfig
+from vq_adapters.config import KVCacheConfig, Layer
 from vq_adapters.hook import can_hook, install_attention
 from vq_functional.core.transform import Transform
 from vq_functional.methods import Method, find
@@ -69,6 +69,13 @@ def check_draft(config: KVCacheConfig | None) -> None:
 def takes_back(config: KVCacheConfig) -> bool:
     """Whether the newest tokens can be dropped from the configured caches."""
     return config.sliding_window is None and sample(find(config.method)).trimmable
+
+
+def uneven(config: KVCacheConfig) -> bool:
+    """Whether layers may hold different numbers of rows, told by those that lists name, or by two."""
+    count = max((len(entries) for entries in config._lists().values()), default=2)
+    layers = [config.for_layer(Layer(index, count, index)).transform() for index in range(count)]
+    return any(one.agrees for one in layers) or len({rows_kept(one) for one in layers}) > 1
 
 
 def sample(row: Method) -> Transform:

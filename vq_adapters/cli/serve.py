@@ -14,8 +14,8 @@ from typing import Any
 import attrs
 from mlx_lm import server
 
-from vq_adapters.cli.models import check_draft, check_mlx_lm, compressing, patched, reports_in_one_line
-from vq_adapters.cli.parsing import LongHelp, add_cache_arguments, model_name
+from vq_adapters.cli.models import check_draft, check_mlx_lm, compressing, patched, reports_in_one_line, uneven
+from vq_adapters.cli.parsing import LongHelp, UsageError, add_cache_arguments, model_name
 from vq_adapters.cli.settings import configuration
 from vq_adapters.config import KVCacheConfig
 
@@ -35,11 +35,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, rest: list[str]) -> int:
     """Serve until interrupted; returns the exit status."""
     config = configuration(args)
+    _check_batches(config, not args.no_hook)
     argv = [*([] if args.model is None else [f"--model={args.model}"]), *rest]
     start = functools.partial(_start, server.run, config, not args.no_hook)
     with reports_in_one_line(server), patched(sys, argv=["vq serve", *argv]), patched(server, run=start):
         server.main()
     return 0
+
+
+def _check_batches(config: KVCacheConfig | None, hook: bool) -> None:
+    """Refuse what a batch could raise: mlx_lm's generating thread ends by it, and the server with that."""
+    if config is None:
+        return
+    if config.capacity is not None:
+        raise UsageError("`capacity` would end the server at the first request past it; bound answers by --max-tokens")
+    if not hook and uneven(config):
+        raise UsageError(f"--no-hook can't serve batches of {config.method}: its layers hold different numbers of rows")
 
 
 @attrs.define
@@ -56,6 +67,9 @@ def _start(
     """mlx_lm's `run`, once the options go with the caches; loads of models are wrapped meanwhile."""
     options, told = provider.cli_args, Told()
     check_mlx_lm(options, config)
+    if options.draft_model is not None:
+        # With a draft mlx_lm stores a prompt's caches as if they held one token more.
+        options.prompt_cache_size = 0
     provider.load_default = functools.partial(_load_or_tell, provider.load_default, told)
     provider.load = functools.partial(_load_asked, provider.load, config)
     loads = {

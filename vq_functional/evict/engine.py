@@ -42,7 +42,8 @@ class Evicting(Transform):
     name: str
     policy: Policy
     store: RowStore
-    sheds: bool = attrs.field(default=True, kw_only=True)  # False only for the end of a single token after which every row stays
+    # False only for the end of a single token after which every row stays.
+    sheds: bool = attrs.field(default=True, kw_only=True)
     trimmable = False
     evicts = True
 
