@@ -41,8 +41,9 @@ class CountedState:
         name, n = self.transform.name, keys.shape[2] if keys.ndim == 4 else 0
         self.transform.check_input(keys, values, layout=None if self._state is None else self._state.layout)
         rows = len(self._fills)
-        open_batch = self._state is None and not self._batched
-        check(open_batch or keys.shape[0] == rows, name, "keys", f"must have {rows} batch rows", keys.shape)
+        if keys.shape[0] != rows:
+            open_batch = self._state is None and not self._batched
+            check(open_batch, name, "keys", f"must have {rows} batch rows", keys.shape)
         if self.max_tokens is not None:
             most = max(fill.tokens for fill in self._fills) + n
             check(most <= self.max_tokens, name, "capacity", f"is {self.max_tokens} tokens", most)

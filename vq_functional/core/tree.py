@@ -36,6 +36,9 @@ def rebuild(structure: Structure, leaves: Any) -> Any:
 
 def map_leaves(function: Callable[..., mx.array], *trees: Any) -> Any:
     """Apply `function` to the matching leaves of trees of one structure."""
+    if len(trees) == 1:
+        leaves, structure = flatten(trees[0])
+        return rebuild(structure, map(function, leaves))
     columns, structures = zip(*(flatten(tree) for tree in trees), strict=True)
     return rebuild(structures[0], [function(*leaves) for leaves in zip(*columns, strict=True)])
 

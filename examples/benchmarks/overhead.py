@@ -1,0 +1,153 @@
+"""What our caches cost beside a method's arithmetic: microseconds a layer and step, and tokens a second of a batch.
+
+    python examples/benchmarks/overhead.py
+    python examples/benchmarks/overhead.py --batch 8 --methods kivi h2o
+
+The first table has a store that holds rows as they come, beside mlx_lm's
+KVCache: both do next to nothing, so that what they differ by is the adapter's.
+The second has a real model in mlx_lm's continuous batches, the plain run and
+the method's in turn.
+"""
+
+import argparse
+import copy
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from openblas import use_openblas
+
+use_openblas()
+
+import mlx.core as mx
+from mlx_lm.generate import batch_generate
+from mlx_lm.models.cache import KVCache
+
+import vq_functional as vq
+from measuring import load_model, machine, table_head, table_line
+from prose import token_slice
+from vq_adapters import KVCacheBuilder, KVCacheConfig, TransformKVCache, install_attention
+
+LAYERS, KV_HEADS, QUERY_HEADS, DIM = 30, 3, 9, 64  # of SmolLM2-135M
+HELD, STEPS, ROUNDS = 40, 64, 8
+LENGTHS = (384, 448, 512, 320, 480, 416, 352, 512)  # tokens of the prompts of a batch, in turn
+ANSWER = 64
+
+
+def drawn(n: int, heads: int, seed: int) -> mx.array:
+    """Standard normal rows float16 [1, heads, n, DIM]."""
+    return mx.random.normal((1, heads, n, DIM), key=mx.random.key(seed)).astype(mx.float16)
+
+
+# The adapter alone
+
+
+def lists() -> dict[str, tuple[Callable[[], Any], bool]]:
+    """Caches of a layer, and whether they attend by themselves, as with the hook."""
+    return {
+        "mlx_lm KVCache": (KVCache, False),
+        "rows as they come": (lambda: TransformKVCache(vq.rows()), False),
+        "rows as they come, hook": (lambda: TransformKVCache(vq.rows()), True),
+    }
+
+
+def filled(make: Callable[[], Any]) -> list[Any]:
+    """A cache a layer, each with the same few rows."""
+    caches = [make() for _ in range(LAYERS)]
+    for cache in caches:
+        cache.update_and_fetch(drawn(HELD, KV_HEADS, 0), drawn(HELD, KV_HEADS, 1))
+    mx.eval([cache.state for cache in caches])
+    return caches
+
+
+def one_step(caches: Sequence[Any], hook: bool, keys: mx.array, values: mx.array, queries: mx.array) -> float:
+    """Microseconds a layer of a token that goes through all layers, each attending by what the one before put out."""
+    start = time.perf_counter()
+    caches[0].make_mask(1, return_array=False, window_size=None)
+    for cache in caches:
+        held_keys, held_values = cache.update_and_fetch(keys, values)
+        if hook:
+            queries = cache.attend(queries, held_keys, held_values, DIM**-0.5)
+        else:
+            queries = mx.fast.scaled_dot_product_attention(queries, held_keys, held_values, scale=DIM**-0.5)
+    mx.eval(queries)
+    return (time.perf_counter() - start) * 1e6 / len(caches)
+
+
+def adapter_times() -> dict[str, float]:
+    """Median microseconds a layer and step, by kind; the kinds take turns step by step."""
+    rows = [
+        (drawn(1, KV_HEADS, 3 * i), drawn(1, KV_HEADS, 3 * i + 1), drawn(1, QUERY_HEADS, 3 * i + 2))
+        for i in range(STEPS)
+    ]
+    mx.eval(rows)
+    found: dict[str, list[float]] = {name: [] for name in lists()}
+    for number in range(ROUNDS):
+        caches = {name: filled(make) for name, (make, _) in lists().items()}
+        for new in rows:
+            for name, (_, hook) in lists().items():
+                took = one_step(caches[name], hook, *new)
+                if number > 0:  # the first round compiles
+                    found[name].append(took)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+# Batches
+
+
+def batch_seconds(model: Any, tokenizer: Any, prompts: Sequence[list[int]]) -> float:
+    """Seconds of a batch's answers, its prompts left out: a run to the end less one that stops at the first token."""
+
+    def run(count: int) -> float:
+        start = time.perf_counter()
+        batch_generate(model, tokenizer, list(prompts), max_tokens=count, completion_batch_size=len(prompts))
+        return time.perf_counter() - start
+
+    return run(ANSWER + 1) - run(1)
+
+
+def batch_ratios(model: Any, tokenizer: Any, method: str, size: int, repeats: int) -> Iterator[tuple[float, float]]:
+    """Tokens a second of plain caches and of the method's, one pair a repeat."""
+    prompts = [token_slice(tokenizer, 600 * i, LENGTHS[i % len(LENGTHS)]) for i in range(size)]
+    ours = KVCacheBuilder.for_model(model, KVCacheConfig(method=method, bit_width_inlier=4))
+    for _ in range(repeats):
+        speeds = []
+        for make in (lambda: [KVCache() for _ in model.layers], lambda: copy.deepcopy(ours)):
+            model.make_cache = make
+            undo = install_attention(model)
+            speeds.append(size * ANSWER / batch_seconds(model, tokenizer, prompts))
+            undo()
+            del model.make_cache
+        yield speeds[0], speeds[1]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--batch", type=int, default=8, help="requests at a time (default: %(default)s)")
+    parser.add_argument("--methods", nargs="*", default=["kivi"], help="for the batch (default: kivi)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs that the batch is the median of")
+    args = parser.parse_args(argv)
+    print(f"{machine()}; {LAYERS} layers, {KV_HEADS} heads of {DIM}, {HELD} to {HELD + STEPS} tokens held\n")
+    print(table_head(["caches", "us a layer and step", "more than mlx_lm's"]), flush=True)
+    times = adapter_times()
+    plain = times["mlx_lm KVCache"]
+    for name, took in times.items():
+        print(table_line([name, f"{took:.1f}", f"{took - plain:.1f}"]), flush=True)
+    model, tokenizer = load_model()
+    print(f"\nSmolLM2, {args.batch} requests at once, {ANSWER} tokens each after {min(LENGTHS)} to {max(LENGTHS)}\n")
+    print(table_head(["method", "tokens a second", "plain", "x plain"]), flush=True)
+    for method in args.methods:
+        pairs = list(batch_ratios(model, tokenizer, method, args.batch, args.repeats))
+        plain, own = (statistics.median(side) for side in zip(*pairs, strict=True))
+        ratio = statistics.median(mine / theirs for theirs, mine in pairs)
+        print(table_line([method, f"{own:.1f}", f"{plain:.1f}", f"{ratio:.2f}"]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
