@@ -248,13 +248,16 @@ def _one_layer(config: KVCacheConfig) -> TransformKVCache:
 
 
 def _calibration(model: nn.Module, config: KVCacheConfig | Transform) -> list[Any] | None:
-    """What the configuration's store holds for each layer of this model."""
+    """What the configuration's store holds for each layer of this model: by the options it has, else by defaults."""
     if not isinstance(config, KVCacheConfig) or config.store is None:
         return None
-    from vq_adapters.calibration import load_calibration  # which captures through `for_model`
+    from vq_adapters.calibration import calibration_options, load_calibration  # which captures through `for_model`
 
-    name = getattr(config, f"{config.method}_model_name", "model")
-    found = load_calibration(model, config.method, config.store, name)
+    name, known = getattr(config, f"{config.method}_model_name", "model"), calibration_options(config.method)
+    own = {option: value for option, value in config.changed_options().items() if option in known}
+    found = load_calibration(model, config.method, config.store, name, **own)
+    if found is None:
+        found = load_calibration(model, config.method, config.store, name)
     check(found is not None, config.method, "store", "must hold what `calibrate` found for this model", name)
     return found
 

@@ -55,9 +55,9 @@ class Calibrator:
 CALIBRATORS: dict[str, Calibrator] = {
     "spectral": Calibrator(spectral_calibrate, SpectralBasis, ("keys", "values")),
     "vecinfer": Calibrator(vecinfer_calibrate, VecInferTables, ("keys", "values")),
-    "kvquant": Calibrator(kvquant_calibrate, KVQuantTables, ("keys", "values"), ("positions",)),
+    "kvquant": Calibrator(kvquant_calibrate, KVQuantTables, ("keys", "values"), ("positions", "rope")),
     "skvq": Calibrator(skvq_calibrate, SKVQTables, ("keys", "values")),
-    "svdq": Calibrator(svdq_calibrate, SVDqBasis, ("keys", "values"), ("positions",)),
+    "svdq": Calibrator(svdq_calibrate, SVDqBasis, ("keys", "values"), ("positions", "rope")),
     "kvtc": Calibrator(kvtc_calibrate, KVTCBasis, ("keys", "values")),
     "palu": Calibrator(palu_calibrate, PALUBasis, ("keys", "values")),
     "amc": Calibrator(amc_calibrate, AMCBasis, ("keys", "values"), ("queries",)),
@@ -89,7 +89,7 @@ def calibrate(
     """
     check_choice("calibrate", "method", method, tuple(CALIBRATORS))
     row = CALIBRATORS[method]
-    known = _options(method, row)
+    known = calibration_options(method)
     for option in options:
         check(option in known, "calibrate", "options", f"must be of {known}", option)
     if store is not None:
@@ -131,8 +131,9 @@ def load_calibration(
         raise QuantizerConfigError(f"load_calibration: `store` must hold whole tables; got {error!r}") from error
 
 
-def _options(method: str, row: Calibrator) -> tuple[str, ...]:
+def calibration_options(method: str) -> tuple[str, ...]:
     """Options of the method's calibration, the method's own among them where it takes these."""
+    row = CALIBRATORS[method]
     parameters = list(inspect.signature(row.find).parameters.values())[len(row.takes) :]
     whole = all(one.kind is not one.VAR_KEYWORD for one in parameters)
     named = tuple(one.name for one in parameters if one.kind is not one.VAR_KEYWORD and one.name not in row.names)
@@ -186,7 +187,7 @@ def _side_by_side(method: str, layers: Sequence[Captured]) -> Captured:
 def calibration_name(model_name: str, options: dict[str, Any]) -> str:
     """The name in a store: the model's, and a digest of the options."""
     check(isinstance(model_name, str) and model_name != "", "calibrate", "model_name", "must be a name", model_name)
-    text = json.dumps(options, sort_keys=True)
+    text = json.dumps(options, sort_keys=True, default=repr)
     return f"{model_name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 

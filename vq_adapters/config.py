@@ -206,7 +206,10 @@ class KVCacheConfig:
         self._check_effects()
         count = max((len(entries) for entries in self._lists().values()), default=1)
         for index in range(count):
-            self._checkable().for_layer(Layer(index=index % count)).transform()
+            with warnings.catch_warnings():
+                if self.store is not None:
+                    warnings.simplefilter("ignore")  # what a trial lacks the store may have
+                self._checkable().for_layer(Layer(index=index % count)).transform()
 
     def __repr__(self) -> str:
         changed = {name: getattr(self, name) for name, default in DEFAULTS.items()}
@@ -302,10 +305,15 @@ class KVCacheConfig:
             values |= {option: getattr(self.options, name) for option, name in further_fields(self.method).items()}
         return options_of(self.method) | values
 
+    def changed_options(self) -> dict[str, Any]:
+        """Functional options of the method that are not at their defaults, and their values."""
+        defaults = options_of(self.method)
+        return {option: x for option, x in self._options().items() if not _same(x, defaults[option])}
+
     def _placed(self, given: dict[str, Any]) -> dict[str, Any]:
         """Options that say which layer of how many this is, and what was found for it, unless they are `given`."""
         known = options_of(self.method) if self._place.count is not None else {}
-        free = {option for option, default in known.items() if _same(given[option], default)}
+        free = set(known) - set(self.changed_options())
         found = self._found()
         for option in found:
             field = name_of(self.method, option)

@@ -65,11 +65,12 @@ def rows(store: FileArtifactStore, texts: Sequence[Sequence[int]]) -> list[Entry
     found: list[Entry] = []
     for method in CALIBRATORS:
         tables = functools.partial(calibrate, tokenizer=None, texts=texts, method=method, store=store)
-        found.append(Entry(method, KVCacheConfig(method=method), True))
         changed = [CHANGES[method]] if method in CHANGES else []
-        for name, values in [("", {}), *changed]:
+        for named, values in [("", {}), *changed]:
+            name = f"{method} {named}".strip()
+            found.append(Entry(name, KVCacheConfig(method=method, **values), True))
             config = KVCacheConfig(method=method, store=store, **values)
-            found.append(Calibrated(f"{method} {name}".strip() + ", calibrated", config, True, tables=tables))
+            found.append(Calibrated(f"{name}, calibrated", config, True, tables=tables))
     return found
 
 

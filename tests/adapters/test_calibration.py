@@ -21,6 +21,7 @@ import vq_functional as vq
 from vq_adapters import (
     KVCacheBuilder,
     KVCacheConfig,
+    PALUOptions,
     QuantizerConfigError,
     TransformKVCache,
     XKVOptions,
@@ -233,6 +234,48 @@ def test_methods_that_pack_layers_together_say_by_which_options(method: str) -> 
     names = CALIBRATORS[method].grouped_by
     assert (method in STACKED) == bool(names)
     assert set(names) <= {field.name for field in attrs.fields(vq.METHODS[method].options)}
+
+
+@pytest.mark.parametrize("method", CALIBRATORS)
+def test_tables_are_of_keys_as_the_caches_hold_them(method: str) -> None:
+    """Where `for_model` tells a method the model's rotation, calibration does, too."""
+    rotated = {"rope"} & {field.name for field in attrs.fields(vq.METHODS[method].options)}
+    assert rotated <= set(CALIBRATORS[method].names)
+
+
+def test_axes_are_those_of_keys_before_their_rotation(store: FileArtifactStore) -> None:
+    model = shared("llama")
+    (basis, _), (layer, _) = calibrate(model, None, TEXTS, "svdq", store=store), capture(model, None, TEXTS)
+    cache = KVCacheBuilder.for_model(model, KVCacheConfig(method="svdq", store=store, head_dim=32))[0]
+    assert layer.rope is not None and cache.transform.key.rope == layer.rope
+    bare = numbers(layer.rope.undo(layer.keys.swapaxes(0, 1)[None], layer.positions))[0]
+    for head, axes, mean in zip(bare, numbers(basis.basis.array), numbers(basis.mean.array), strict=True):
+        np.testing.assert_allclose(mean, head.mean(axis=0), atol=1e-4)
+        left = (head - mean) - (head - mean) @ axes @ axes.T
+        assert np.square(left).sum() < 0.05 * np.square(head - mean).sum()
+
+
+def test_tables_of_the_options_that_a_configuration_has_come_first(store: FileArtifactStore) -> None:
+    """And those of the defaults serve where there are none."""
+    model = shared("llama")
+    config = KVCacheConfig(method="palu", store=store, head_dim=32, options=PALUOptions(palu_n_head_groups=1))
+
+    def serves(bases: Any) -> bool:
+        given = [cache.transform.key.given[0].array for cache in KVCacheBuilder.for_model(model, config)]
+        return all(mx.array_equal(x, basis.key_basis.array).item() for x, basis in zip(given, bases, strict=True))
+
+    usual = calibrate(model, None, TEXTS, "palu", store=store)
+    assert serves(usual)
+    own = calibrate(model, None, TEXTS, "palu", store=store, n_head_groups=1)
+    assert serves(own) and not serves(usual)
+
+
+def test_no_warning_of_what_the_store_has(store: FileArtifactStore) -> None:
+    model = shared("llama")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        calibrate(model, None, TEXTS, "a2ats", store=store)
+        KVCacheBuilder.for_model(model, KVCacheConfig(method="a2ats", store=store, head_dim=32))
 
 
 @pytest.mark.parametrize("method", STACKED)

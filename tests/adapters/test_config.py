@@ -771,6 +771,15 @@ class TestFurtherOptions:
         wanted = vq.a2ats(**options).options.rotation(64)
         assert with_options("a2ats", options).for_layer(place).transform().options.rotation(64) == wanted
 
+    @pytest.mark.parametrize("method", ["kvquant", "svdq"])
+    def test_keys_are_held_as_before_the_model_s_rotation_unless_told_otherwise(self, method):
+        model_s, other = Rope(64, base=123.0), Rope(64, base=77.0)
+        place = Layer(count=1, rope=model_s)
+        assert configured(method=method).transform().key.rope is None
+        assert configured(method=method).for_layer(place).transform().key.rope == model_s
+        assert with_options(method, {"rope": other}).for_layer(place).transform().key.rope == other
+        assert with_options(method, {"rope": False}).for_layer(place).transform().key.rope is None
+
     def test_what_a_store_holds_must_not_be_given_too(self):
         samples = mx.random.normal((80, 2, 64), key=mx.random.key(2))
         place = Layer(count=1, found=vq.kvquant_calibrate(samples, samples))

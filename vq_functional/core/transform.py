@@ -270,7 +270,7 @@ class Transform:
 
 
 def _fit(keys: mx.array, values: mx.array, layout: Layout) -> bool:
-    """Whether nothing is to be refused: at every step but the first, where the words of what could be would cost time."""
+    """Whether nothing is to be refused, which at every step is known without putting any refusal into words."""
     shape, other = keys.shape, values.shape
     return (
         len(shape) == 4

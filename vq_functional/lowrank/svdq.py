@@ -15,7 +15,7 @@ from vq_functional.core.errors import check, check_choice, check_int, check_numb
 from vq_functional.core.transform import Transform
 from vq_functional.lowrank.svdq_basis import FEWEST, SVDqBasis
 from vq_functional.lowrank.svdq_codes import ONE_BIT, LatentChannelsCodec
-from vq_functional.ops.rope import Rope
+from vq_functional.ops.rope import Rope, to_rope
 from vq_functional.quantize.blocks import Blocks
 from vq_functional.quantize.groups import TokenGroupsCodec
 from vq_functional.quantize.positioned import PositionedBlocks
@@ -40,7 +40,7 @@ class SVDqOptions:
     without one), or are those of `basis`, from `svdq_calibrate`.
     `residual_length` newest rows stay exact (None: what the room for `n_fit` rows
     allows, and a block with a basis), and `n_sink` first ones. `rope`: the model's rotation, to hold keys
-    as they were before it. `bits_v` a number of the values (None: as they come),
+    as they were before it (False: none). `bits_v` a number of the values (None: as they come),
     in groups of `group_size` channels. `energy_threshold` is for `svdq_calibrate`.
     """
 
@@ -53,7 +53,7 @@ class SVDqOptions:
     residual_length: int | None = None
     n_sink: int = 4
     bits_v: int | None = None
-    rope: Rope | None = None
+    rope: Rope | None = attrs.field(default=None, converter=to_rope)
     basis: SVDqBasis | None = None
 
     def __attrs_post_init__(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from vq_functional.core.describe import Described
 from vq_functional.core.errors import check, check_int, check_number
 from vq_functional.core.table import Table, check_table, to_table
-from vq_functional.ops.rope import Rope
+from vq_functional.ops.rope import Rope, to_rope
 from vq_functional.ops.spectrum import Floats, principal_axes, to_numpy
 from vq_functional.ops.vectors import TINY
 
@@ -95,7 +95,7 @@ def svdq_calibrate(
     check(fits, CALIBRATE, "keys", "must be [N, H, D]", tuple(keys.shape))
     if rank is not None:
         check_int(CALIBRATE, "rank", rank, 1, keys.shape[2])
-    rows = to_numpy(keys).swapaxes(0, 1)
+    rows, rope = to_numpy(keys).swapaxes(0, 1), to_rope(rope)
     if rope is not None:
         position = mx.arange(rows.shape[1]) if positions is None else positions
         rows = to_numpy(rope.undo(mx.array(rows.astype(np.float32))[None], position)[0])

@@ -79,6 +79,11 @@ class Rope(Described):
         return positions.reshape(-1).astype(mx.int32)
 
 
+def to_rope(value: Any) -> Any:
+    """Converter of an option: False is no rotation, even where a model's own is known."""
+    return None if value is False else value
+
+
 def llama3_freqs(
     dims: int, base: float = 10000.0, *, factor: float, low: float = 1.0, high: float = 4.0, original: int = 8192
 ) -> tuple[float, ...]:

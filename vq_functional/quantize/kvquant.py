@@ -19,7 +19,7 @@ from vq_functional.core.errors import check, check_between, check_choice, check_
 from vq_functional.core.table import Table, check_table, to_table
 from vq_functional.core.transform import Transform
 from vq_functional.ops.ranges import mended
-from vq_functional.ops.rope import Rope
+from vq_functional.ops.rope import Rope, to_rope
 from vq_functional.quantize.blocks import Blocks
 from vq_functional.quantize.normalised_keys import NormalisedKeys, NormalisedKeysCodec
 from vq_functional.quantize.normalised_values import NormalisedValues, NormalisedValuesCodec, token_range
@@ -44,7 +44,7 @@ class KVQuantOptions:
     `levels` "gaussian", "uniform", or "fitted" to the first rows in
     `lloyd_iters` sweeps. What `kvquant_calibrate` finds: `k_levels` and
     `v_levels` [2**bits], `k_range` (center, reach) [H, D] each. `rope`: the
-    model's rotation, to hold keys as they were before it. `residual_length`
+    model's rotation, to hold keys as they were before it (False: none). `residual_length`
     newest rows stay exact. `bits_k` and `bits_v` override `bits`. `group_size`
     is not used.
     """
@@ -61,7 +61,7 @@ class KVQuantOptions:
     n_fit: int = 128
     margin: float | None = None
     residual_length: int = 96
-    rope: Rope | None = None
+    rope: Rope | None = attrs.field(default=None, converter=to_rope)
     k_levels: Table | None = attrs.field(default=None, converter=to_table)
     v_levels: Table | None = attrs.field(default=None, converter=to_table)
     k_range: Table | None = attrs.field(default=None, converter=_to_range)
