@@ -2,7 +2,7 @@
 
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -229,6 +229,15 @@ BY_CALLS = {row.name for row in TABLE if "anchors" in row.traits}
 BY_QUERIES = {row.name for row in TABLE if "uses_queries" in row.traits} | {COMPOSED}
 TRIMMABLE = [name for name, transform in TRANSFORMS.items() if transform.trimmable]
 EVICTING = [name for name, transform in TRANSFORMS.items() if transform.evicts]
+
+
+def paired(names: Iterable[str]) -> list[tuple[str, str]]:
+    """(architecture, name): each name with llama and with every fourth of the others, in turn.
+
+    All architectures meet methods of every kind in the sweep over families.
+    """
+    first, *others = ARCHITECTURES
+    return [(architecture, name) for i, name in enumerate(names) for architecture in (first, *others[i % 4 :: 4])]
 
 
 def build(architecture: str, dtype: mx.Dtype = mx.float32, seed: int = 0, **sizes: Any) -> nn.Module:

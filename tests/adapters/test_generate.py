@@ -7,7 +7,6 @@ import pytest
 from mlx_lm.generate import generate_step, stream_generate
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from models import (
-    ARCHITECTURES,
     BY_CALLS,
     CHUNK,
     COMPOSED,
@@ -24,6 +23,7 @@ from models import (
     greedy,
     log_probabilities,
     ours,
+    paired,
     shared,
     tokenizer,
     tokens,
@@ -130,8 +130,7 @@ def test_kv_bits_leaves_our_caches_alone(name: str) -> None:
     assert all(cache is same for cache, same in zip(caches, before, strict=True))
 
 
-@pytest.mark.parametrize("name", LOSSLESS)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "name"), paired(LOSSLESS))
 def test_wide_options_give_the_logits_of_the_built_in_cache(architecture: str, name: str) -> None:
     model = shared(architecture)
     calls = [tokens(16, 1), tokens(7, 2), tokens(1, 3), *([token] for token in tokens(6, 4))]
@@ -145,8 +144,7 @@ def test_wide_options_give_the_logits_of_the_built_in_cache(architecture: str, n
     assert error <= CODE_ERROR.get(name, 0.0)
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "name"), paired(TRANSFORMS))
 def test_small_options_run_and_bite_in_every_architecture(architecture: str, name: str) -> None:
     model, prompt = shared(architecture), tokens(49)
     caches = cache_list(model, TRANSFORMS[name])
@@ -310,8 +308,7 @@ class ZeroCache(TransformKVCache):
         return mx.zeros_like(keys), mx.zeros_like(values)
 
 
-@pytest.mark.parametrize("name", LOSSLESS)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "name"), paired(LOSSLESS))
 def test_a_cache_of_zeros_changes_the_logits(architecture: str, name: str) -> None:
     model = shared(architecture)
     calls = [tokens(16, 1), *([token] for token in tokens(3, 2))]

@@ -26,6 +26,7 @@ from models import (
     feed,
     forced,
     ours,
+    paired,
     tokens,
 )
 
@@ -63,8 +64,7 @@ def close(logits: mx.array, expected: mx.array) -> bool:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", WITHOUT_QUERIES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "name"), paired(WITHOUT_QUERIES))
 def test_methods_without_a_query_rule_answer_the_same(architecture: str, name: str, way: str) -> None:
     model = build(architecture)
     expected = forced(model, cache_list(model, WHOLE[name]), CALLS)
@@ -73,8 +73,7 @@ def test_methods_without_a_query_rule_answer_the_same(architecture: str, name: s
     assert close(logits, expected)
 
 
-@pytest.mark.parametrize("name", sorted(BY_QUERIES))
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "name"), paired(sorted(BY_QUERIES)))
 def test_methods_with_a_query_rule_answer_the_same_while_nothing_is_evicted(architecture: str, name: str) -> None:
     model = build(architecture)
     expected = forced(model, cache_list(model, LOSSLESS[name]), CALLS)

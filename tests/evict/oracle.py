@@ -88,7 +88,7 @@ class StreamingLLMHead(Head):
 class H2OHead(Head):
     """Attention mass: old mass times `decay`, then what the new token gives."""
 
-    stride = 28
+    stride = 56
 
     def __init__(
         self, budget: int, n_sink: int, grace: int, decay: float, protect: Sequence[tuple[int, int]] = ()

@@ -231,7 +231,7 @@ def test_rows_values_and_mass(
 @KINDS
 @PATTERNS
 def test_many_losers(merge: str, group: int | None, pattern: list[int]) -> None:
-    """Of a prompt, standing-in keys settle 28 at a time: losers go on in survivors of their own piece."""
+    """Of a prompt, standing-in keys settle 56 at a time: losers go on in survivors of their own piece."""
     chosen = {"budget": 9, "n_sink": 2, "recent": 2, "merge": merge, "reach": 4}
     check(chosen, make_stream(1, 60, batch=2, dim=32, group=group), plain_calls(pattern, 2), sure)
 

@@ -474,7 +474,7 @@ def test_left_padding_gives_no_mass(
 
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 def test_padding_of_a_long_call_moves_no_piece(left: bool) -> None:
-    """A row's 28 keys are counted from its own first token."""
+    """A row's 56 keys are counted from its own first token."""
     ramp = {"tau_init": 1.0, "tau_end": 3.0, "anneal_steps": 50}
     calls = [Call(60, (60, 49), left), Call(1, (1, 1), left), Call(30, (30, 30), left)]
     assert agrees(make_stream(14, 91, batch=2), calls, budget=8, n_sink=2, recent=3, **ramp)

@@ -12,7 +12,7 @@ class MassPolicy(Policy):
     """Priority is the mass so far, float32 [B, H, slots]; `decay` multiplies it once a token."""
 
     decay: float = 1.0
-    stride = 28
+    stride = 56
 
     def init(self, batch: int, heads: int, slots: int) -> mx.array:
         return mx.zeros((batch, heads, slots), mx.float32)
