@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import interrupts
 import mlx.core as mx
 import mlx_lm
 import pytest
@@ -260,7 +261,8 @@ def test_a_report_of_plain_caches(folder: str, capsys: pytest.CaptureFixture[str
 
 def started(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "vq_adapters.cli", *arguments]
-    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": interrupts.heeded}
+    return subprocess.Popen(command, text=True, **pipes, **options)
 
 
 def test_an_interrupt_ends_quietly(folder: str) -> None:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import interrupts
 import pytest
 from mlx_lm import server
 from models import tokens
@@ -45,7 +46,8 @@ def serving(*arguments: str) -> Iterator[Ask]:
     """The command in a process; the block gets a function that asks it. It ends by an interrupt, quietly."""
     port = free_port()
     command = [sys.executable, "-W", "ignore", "-m", "vq_adapters.cli", "serve", "--port", str(port), *arguments]
-    process = subprocess.Popen([*command, "--log-level", "CRITICAL"], text=True, stderr=subprocess.PIPE)
+    command += ["--log-level", "CRITICAL"]
+    process = subprocess.Popen(command, text=True, stderr=subprocess.PIPE, preexec_fn=interrupts.heeded)
     assert process.stderr is not None
     try:
         wait_for(f"http://127.0.0.1:{port}/health", process)
