@@ -188,25 +188,15 @@ class KVCacheBuilder:
         nothing can be replaced, where a list has not one entry a layer, where bytes
         are too few, and where the model can't do with fewer rows than tokens.
         """
-        many = isinstance(config, (list, tuple))
-        given: list[Any] = list(config) if isinstance(config, (list, tuple)) else [config]
-        configs = [rows() if many and one is None else one for one in given]
-        for one in configs:
-            known = isinstance(one, (KVCacheConfig, Transform))
-            check(known, "for_model", "config", "must be a KVCacheConfig or a Transform", one)
+        configs = _configs(config)
         found = {id(one): _calibration(model, one) for one in configs}
         specs: list[KVSpec | None] = []
         model = _language_model(model)
-        reason = _reason(_OWN_READING, model)
-        check(reason is None, "for_model", "model", f"must leave its caches to themselves: {reason}", type(model))
         caches = _own_caches(model)
         layers = _layers(model, len(caches))
-        places = [i for i, entry in enumerate(caches) if _replaceable(entry, layers[i])]
-        left = sorted({f"{row.used} ({row.reason})" for row in report(caches)})
-        check(len(places) > 0, "for_model", "model", "must have a plain KVCache to replace", left)
+        places = _places(model, caches, layers)
         first, before, count = _stage(model, len(places))
-        if not many:
-            configs *= count
+        configs = configs if isinstance(config, (list, tuple)) else configs * count
         rule = f"must have one entry for each of the {count} layers that are replaced"
         check(len(configs) == count, "for_model", "config", rule, config)
         own, stacks = configs[before : before + len(places)], _stacked(configs, before, len(places))
@@ -221,6 +211,27 @@ class KVCacheBuilder:
         for place in places:
             _check_eviction(model, caches[place].transform)
         return caches
+
+
+def _configs(config: Config | Sequence[Config | None]) -> list[Any]:
+    """What is given as a list, a store of exact rows for None; raises QuantizerConfigError for anything else."""
+    many = isinstance(config, (list, tuple))
+    given: list[Any] = list(config) if isinstance(config, (list, tuple)) else [config]
+    configs = [rows() if many and one is None else one for one in given]
+    for one in configs:
+        known = isinstance(one, (KVCacheConfig, Transform))
+        check(known, "for_model", "config", "must be a KVCacheConfig or a Transform", one)
+    return configs
+
+
+def _places(model: nn.Module, caches: Sequence[Any], layers: Sequence[nn.Module]) -> list[int]:
+    """Which entries of the model's own list are replaced; raises QuantizerConfigError where none can be."""
+    reason = _reason(_OWN_READING, model)
+    check(reason is None, "for_model", "model", f"must leave its caches to themselves: {reason}", type(model))
+    places = [i for i, entry in enumerate(caches) if _replaceable(entry, layers[i])]
+    left = sorted({f"{row.used} ({row.reason})" for row in report(caches)})
+    check(len(places) > 0, "for_model", "model", "must have a plain KVCache to replace", left)
+    return places
 
 
 def attentions(model: nn.Module) -> list[nn.Module | None]:
