@@ -15,6 +15,7 @@ from mlx_lm.models import cache as mlx_cache
 
 from vq_adapters.cache import TransformKVCache
 from vq_adapters.classes import CLASSES
+from vq_adapters.columns import columns
 from vq_adapters.config import KVCacheConfig, Layer, check_field
 from vq_adapters.group import LayerGroup
 from vq_adapters.rotation import rope_of
@@ -441,10 +442,7 @@ class Report(list[LayerReport]):
     def __str__(self) -> str:
         head = ("layer", "used", "tokens", "bytes", "left as it is because")
         body = [(row.layer, row.used, row.tokens, row.nbytes, row.reason) for row in self]
-        lines = [["" if cell is None else str(cell) for cell in line] for line in (head, *body)]
-        widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-        padded = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-        return "\n".join(line.rstrip() for line in padded)
+        return columns([head, *body])
 
 
 def report(caches: Iterable[Any]) -> Report:

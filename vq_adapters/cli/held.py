@@ -8,6 +8,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from vq_adapters.builder import LayerReport, report
 from vq_adapters.cache import TransformKVCache
+from vq_adapters.columns import columns
 
 WIDTH = 2  # bytes of a 16-bit number
 
@@ -44,14 +45,6 @@ def table(layers: Iterable[Held]) -> str:
     head = ["layer", "used", "tokens", "bytes", "16 bits", "left as it is because"]
     body = [[x.row.layer, x.row.used, x.row.tokens, x.row.nbytes, x.plain, x.row.reason] for x in layers]
     return columns([head, *body])
-
-
-def columns(lines: Iterable[Iterable[Any]]) -> str:
-    """Cells in aligned columns."""
-    cells = [["" if cell is None else str(cell) for cell in line] for line in lines]
-    widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
-    padded = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
-    return "\n".join(line.rstrip() for line in padded)
 
 
 def size(count: float) -> str:

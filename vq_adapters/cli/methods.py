@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 from vq_adapters.calibration import CALIBRATORS
-from vq_adapters.cli.held import columns
 from vq_adapters.cli.models import sample
 from vq_adapters.cli.settings import method_name
+from vq_adapters.columns import columns
 from vq_adapters.documented import options_of
 from vq_adapters.names import name_of
 from vq_functional.methods import METHODS, TABLE, Method
