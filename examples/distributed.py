@@ -25,7 +25,7 @@ from mlx_lm.utils import sharded_load
 
 from measuring import SMOLLM2, load_model
 from vq_adapters import KVCacheBuilder, KVCacheConfig, QuantizerConfigError, attention_hook
-from vq_adapters.builder import attentions
+from vq_adapters.architecture import attentions
 
 HEADS = ("n_heads", "num_heads", "num_attention_heads", "n_kv_heads", "num_kv_heads", "num_key_value_heads")
 

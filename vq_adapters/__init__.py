@@ -4,7 +4,7 @@ from vq_adapters import files
 from vq_adapters.anchor_classes import AnchorKVKVCache
 from vq_adapters.artifacts import ArtifactStore, FileArtifactStore
 from vq_adapters.block_classes import AdaKVCache, AgeTieredKVCache, KittyKVCache, SinkProtectedKVCache
-from vq_adapters.builder import STANDALONE_METHODS, KVCacheBuilder, KVCacheFactory, report
+from vq_adapters.builder import STANDALONE_METHODS, KVCacheBuilder, KVCacheFactory
 from vq_adapters.cache import TransformKVCache
 from vq_adapters.calibration import calibrate, capture
 from vq_adapters.coded_classes import KIVIKVCache, TurboQuantRVQKVCache
@@ -83,6 +83,7 @@ from vq_adapters.prompt_classes import (
     RocketKVKVCache,
     SnapKVKVCache,
 )
+from vq_adapters.reports import report
 from vq_adapters.routed_classes import AMCKVCache, CacheGenKVCache, GEARKVCache, ZipCacheKVCache
 from vq_adapters.table_classes import A2ATSKVCache, KVQuantKVCache, NSNQuantKVCache, SKVQKVCache, VecInferKVCache
 from vq_adapters.vectors import (

@@ -1,27 +1,38 @@
-"""From a configuration to caches: one cache, a fluent builder, the cache list of a model, and a report on it."""
+"""From a configuration to caches: one cache, a fluent builder, the cache list of a model."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-import attrs
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
-from mlx_lm.models import cache as mlx_cache
 
+from vq_adapters.architecture import (
+    attention_of,
+    check_eviction,
+    check_reading,
+    dtype_of,
+    language_model,
+    layers_of,
+    own_caches,
+    query_heads,
+    replaceable,
+    spec_of,
+    stage_of,
+)
 from vq_adapters.cache import TransformKVCache
 from vq_adapters.classes import CLASSES
-from vq_adapters.columns import columns
-from vq_adapters.config import KVCacheConfig, Layer, check_field
+from vq_adapters.config import KVCacheConfig, Layer
 from vq_adapters.group import LayerGroup
+from vq_adapters.reports import report
 from vq_adapters.rotation import rope_of
+from vq_adapters.rules import check_field
 from vq_adapters.vectors import VECTOR_CLASSES, KVCache, SlidingWindowKVCache
 from vq_functional.core.errors import check
-from vq_functional.core.spec import FLOATS, KVSpec
+from vq_functional.core.spec import KVSpec
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.crosslayer.stack import Stack
@@ -31,43 +42,8 @@ from vq_functional.methods import TABLE
 # Methods that also have the per-vector API.
 STANDALONE_METHODS = frozenset(method.name for method in TABLE if "vectors" in method.traits)
 
-_ATTENTION = ("self_attn", "attn", "attention")
-_QUERY_HEADS = ("n_heads", "num_heads", "num_attention_heads", "n_head")
-_KV_HEADS = ("n_kv_heads", "num_kv_heads", "num_key_value_heads")
 
 Config: TypeAlias = KVCacheConfig | Transform
-
-# The modules of a plain KVCache: mlx_vlm has one of its own.
-_PLAIN = ("mlx_lm.models.cache", "mlx_vlm.models.cache")
-
-# Models that take what a plain cache holds out of it by themselves.
-_OWN_READING = {
-    "mlx_vlm.models.afm7": "its last layers read another layer's `state`",
-    "mlx_vlm.models.diffusion_gemma": "its decoder reads the `state` of every layer",
-    "mlx_vlm.models.gemma3n": "its last layers read another layer's `state`",
-    "mlx_vlm.models.nemotron_labs_diffusion": "its layers read `keys` and `values` by row number",
-}
-
-# Models whose attention takes the number of rows for the number of tokens.
-_NO_EVICTION = {
-    "mlx_lm.models.afm7": "its last layers take query positions from the number of rows",
-    "mlx_lm.models.gemma3n": "its last layers read an earlier layer's rows after that layer has settled",
-    "mlx_lm.models.phi3small": "its block-sparse layers take positions from the order of rows",
-    "mlx_vlm.models.phi3small": "its block-sparse layers take positions from the order of rows",
-}
-
-# Why an entry of a model's own list is left as it is, by its class.
-_REASONS = {
-    "KVCache": "plain: latent attention, or not made by for_model",
-    "BatchKVCache": "plain: latent attention, or not made by for_model",
-    "RotatingKVCache": "bounded by the model's own window",
-    "BatchRotatingKVCache": "bounded by the model's own window",
-    "ChunkedKVCache": "bounded by the model's own chunks",
-    "ArraysCache": "recurrent state, no keys and values",
-    "CacheList": "several caches in one layer, some read by row number",
-    "ConcatenateKVCache": "read by row number",
-    "QuantizedKVCache": "quantized by mlx_lm",
-}
 
 
 class KVCacheFactory:
@@ -192,25 +168,25 @@ class KVCacheBuilder:
         configs = _configs(config)
         found = {id(one): _calibration(model, one) for one in configs}
         specs: list[KVSpec | None] = []
-        model = _language_model(model)
-        caches = _own_caches(model)
-        layers = _layers(model, len(caches))
+        model = language_model(model)
+        caches = own_caches(model)
+        layers = layers_of(model, len(caches))
         places = _places(model, caches, layers)
-        first, before, count = _stage(model, len(places))
+        first, before, count = stage_of(model, len(places))
         configs = configs if isinstance(config, (list, tuple)) else configs * count
         rule = f"must have one entry for each of the {count} layers that are replaced"
         check(len(configs) == count, "for_model", "config", rule, config)
         own, stacks = configs[before : before + len(places)], _stacked(configs, before, len(places))
         for index, (place, one, stacked) in enumerate(zip(places, own, stacks, strict=True)):
-            attention, tables = _attention(layers[place]), found[id(one)]
-            spec, its = _spec(attention, _dtype(layers[place])), None if tables is None else tables[before + index]
+            attention, tables = attention_of(layers[place]), found[id(one)]
+            spec, its = spec_of(attention, dtype_of(layers[place])), None if tables is None else tables[before + index]
             specs.append(spec)
             _check_stack(one, specs[index - stacked[1] :])
             layer = Layer(index, count, first + place, spec, its, rope_of(attention), *stacked, before)
             caches[place] = _layer_cache(one, layer, attention)
         _join([caches[place] for place in places])
         for place in places:
-            _check_eviction(model, caches[place].transform)
+            check_eviction(model, caches[place].transform)
         return caches
 
 
@@ -227,20 +203,11 @@ def _configs(config: Config | Sequence[Config | None]) -> list[Any]:
 
 def _places(model: nn.Module, caches: Sequence[Any], layers: Sequence[nn.Module]) -> list[int]:
     """Which entries of the model's own list are replaced; raises QuantizerConfigError where none can be."""
-    reason = _reason(_OWN_READING, model)
-    check(reason is None, "for_model", "model", f"must leave its caches to themselves: {reason}", type(model))
-    places = [i for i, entry in enumerate(caches) if _replaceable(entry, layers[i])]
+    check_reading(model)
+    places = [i for i, entry in enumerate(caches) if replaceable(entry, layers[i])]
     left = sorted({f"{row.used} ({row.reason})" for row in report(caches)})
     check(len(places) > 0, "for_model", "model", "must have a plain KVCache to replace", left)
     return places
-
-
-def attentions(model: nn.Module) -> list[nn.Module | None]:
-    """The attention modules of the layers that `for_model` replaces; None for one that isn't found."""
-    model = _language_model(model)
-    caches = _own_caches(model)
-    layers = _layers(model, len(caches))
-    return [_attention(layer) for entry, layer in zip(caches, layers, strict=True) if _replaceable(entry, layer)]
 
 
 def _join(caches: Sequence[TransformKVCache]) -> None:
@@ -317,146 +284,8 @@ def _layer_cache(config: KVCacheConfig | Transform, layer: Layer, attention: nn.
     if isinstance(config, Stack) and layer.stack > 1:
         config = config.member(layer.member)
     cache = TransformKVCache(config) if isinstance(config, Transform) else _one_layer(config.for_layer(layer))
-    cache.query_heads = _number(attention, _QUERY_HEADS)
+    cache.query_heads = query_heads(attention)
     if layer.spec is not None:
         # Refuses a head size at once, and makes the tables in this thread.
         cache.transform.init_state(layer.spec)
     return cache
-
-
-def _spec(attention: nn.Module | None, dtype: mx.Dtype) -> KVSpec | None:
-    """Shapes of a layer's keys and values; None where its attention module doesn't tell."""
-    size = _head_dim(attention)
-    if size is None:
-        return None
-    heads = _number(attention, (*_KV_HEADS, *_QUERY_HEADS)) or 1
-    values = _number(attention, ("v_head_dim",)) or size
-    return KVSpec(kv_heads=heads, key_dim=size, value_dim=values, dtype=dtype, capacity=1)
-
-
-def _dtype(layer: nn.Module) -> mx.Dtype:
-    """The dtype of a layer's own numbers, which its keys and values have too."""
-    leaves: Any = tree_flatten(layer.parameters())
-    kinds = {x.dtype for _, x in leaves} & set(FLOATS)
-    return next((kind for kind in (mx.float32, mx.bfloat16) if kind in kinds), mx.float16)
-
-
-def _check_eviction(model: nn.Module, transform: Transform) -> None:
-    reason = _reason(_NO_EVICTION, model)
-    check(reason is None or not transform.evicts, transform.name, "model", f"must keep all rows: {reason}", type(model))
-
-
-def _reason(reasons: dict[str, str], model: nn.Module) -> str | None:
-    """What is told of a model's architecture: a module of mlx_lm, a package of mlx_vlm."""
-    module = type(model).__module__
-    return reasons.get(module, reasons.get(module.rpartition(".")[0]))
-
-
-def _language_model(model: nn.Module) -> nn.Module:
-    """The part of a model that makes caches: of a vision-language model, its language model."""
-    inner = getattr(model, "language_model", None)
-    if hasattr(model, "make_cache") or inner is None:
-        return model
-    found = _language_model(inner)
-    return found if hasattr(found, "make_cache") or hasattr(found, "layers") else model
-
-
-def _own_caches(model: nn.Module) -> list[Any]:
-    """The caches that the model's class makes, whatever `make_cache` was set on this model: it may call for_model."""
-    make = getattr(type(model), "make_cache", None)
-    return list(make(model)) if make is not None else [mlx_cache.KVCache() for _ in model.layers]
-
-
-def _stage(model: nn.Module, own: int) -> tuple[int, int, int]:
-    """The number of the first layer here, and of replaced layers before it and in all, for `own` of them here.
-
-    In a pipeline a process holds a part of the layers; the rest is known from a blank model of the same kind, whose
-    weights are never computed.
-    """
-    stage = next((module for module in model.modules() if getattr(module, "pipeline_size", 1) > 1), None)
-    if stage is None:
-        return 0, 0, own
-    drawn: Any = mx.random.state
-    high, low = drawn[0].tolist()
-    kind: Any = type(model)
-    whole = kind(model.args)
-    mx.random.seed(high << 32 | low)  # as if it had drawn no numbers
-    caches = _own_caches(whole)
-    replaced = [_replaceable(entry, layer) for entry, layer in zip(caches, _layers(whole, len(caches)), strict=True)]
-    return stage.start_idx, sum(replaced[: stage.start_idx]), sum(replaced)
-
-
-def _layers(model: nn.Module, count: int) -> list[nn.Module]:
-    """The layer of each cache; the whole model where caches and layers don't match one to one."""
-    layers = list(getattr(model, "layers", ()))
-    if len(layers) != count:  # some may have no attention, and no cache
-        layers = [layer for layer in layers if _attention(layer) is not None]
-    return layers if len(layers) == count else [model] * count
-
-
-def _replaceable(entry: Any, layer: nn.Module) -> bool:
-    return _is_plain(entry) and not any(_holds_latents(module) for module in layer.modules())
-
-
-def _is_plain(entry: Any) -> bool:
-    """Whether an entry is the plain cache of mlx_lm or of mlx_vlm, and of no subclass."""
-    return type(entry).__name__ == "KVCache" and type(entry).__module__ in _PLAIN
-
-
-def _holds_latents(module: nn.Module) -> bool:
-    """Whether an attention module caches latent vectors; those that expand them first cache ordinary heads."""
-    return hasattr(module, "kv_lora_rank") and not hasattr(module, "kv_b_proj")
-
-
-def _attention(layer: nn.Module) -> nn.Module | None:
-    found = (getattr(layer, name, None) for name in _ATTENTION)
-    return next((module for module in found if isinstance(module, nn.Module)), None)
-
-
-def _head_dim(attention: nn.Module | None) -> int | None:
-    """Head size of an attention module, or None where it doesn't tell."""
-    size, heads = _number(attention, ("head_dim",)), _number(attention, _KV_HEADS)
-    weight = getattr(getattr(attention, "k_proj", None), "weight", None)
-    return size if size is not None or weight is None or heads is None else weight.shape[0] // heads
-
-
-def _number(module: nn.Module | None, names: Iterable[str]) -> int | None:
-    found = (getattr(module, name, None) for name in names)
-    return next((number for number in found if isinstance(number, int)), None)
-
-
-@attrs.frozen
-class LayerReport:
-    """What serves one layer."""
-
-    layer: int
-    used: str  # the method, or the class that the model made
-    reason: str  # why it is no compressed cache; empty where it is one
-    nbytes: int | None  # resident; None where the cache doesn't tell
-    tokens: int | None  # seen, the longest batch row; None where the cache doesn't count
-
-
-class Report(list[LayerReport]):
-    """One row a layer; prints as a table."""
-
-    def __str__(self) -> str:
-        head = ("layer", "used", "tokens", "bytes", "left as it is because")
-        body = [(row.layer, row.used, row.tokens, row.nbytes, row.reason) for row in self]
-        return columns([head, *body])
-
-
-def report(caches: Iterable[Any]) -> Report:
-    """What serves each layer, why the others were left alone, and what all of them hold."""
-    return Report(_layer_report(layer, cache) for layer, cache in enumerate(caches))
-
-
-def _layer_report(layer: int, cache: Any) -> LayerReport:
-    if isinstance(cache, TransformKVCache):
-        return LayerReport(layer, cache.transform.name, "", cache.nbytes, max(fill.tokens for fill in cache._fills))
-    name, offset = type(cache).__name__, getattr(cache, "offset", None)
-    tokens = offset if isinstance(offset, int) else None
-    try:
-        held = cache.nbytes
-    except (AttributeError, NotImplementedError):
-        held = None
-    return LayerReport(layer, name, _REASONS.get(name, "a class of its own"), held, tokens)

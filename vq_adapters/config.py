@@ -6,20 +6,20 @@ import copy
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import attrs
 import mlx.core as mx
 
 from vq_adapters.budgets import BUDGETS, rows_within, to_bytes
-from vq_adapters.documented import DEFAULTS, METHOD_NAMES, options_of
+from vq_adapters.documented import DEFAULTS, options_of
 from vq_adapters.names import SHARED, field_of, name_of
-from vq_adapters.observers import check_observers
 from vq_adapters.options import OPTIONS, OWNERS, annotation, foreign_fields, further_fields, options_fields
+from vq_adapters.rules import RULES, check_field
 from vq_functional.core.codec import PlainCodec
-from vq_functional.core.errors import QuantizerConfigError, check, check_choice, check_int
-from vq_functional.core.spec import FLOATS, KVSpec
+from vq_functional.core.errors import QuantizerConfigError, check
+from vq_functional.core.spec import KVSpec
 from vq_functional.core.store import RowStore
 from vq_functional.core.transform import Transform
 from vq_functional.evict.engine import Evicting
@@ -27,7 +27,6 @@ from vq_functional.evict.sliding_window import windowed
 from vq_functional.methods import find
 from vq_functional.ops.rope import Rope
 
-Rule = Callable[[str, str, Any], None]
 Kind = TypeVar("Kind")
 
 # Options that may be lists of one entry a layer.
@@ -79,64 +78,6 @@ CALIBRATED = {
 UNUSED = ("bit_width_inlier", "jl_dim", "residual_length")
 
 
-def _whole(low: int, high: int | None = None, optional: bool = False) -> Rule:
-    def rule(method: str, field: str, value: Any) -> None:
-        if not (optional and value is None):
-            check_int(method, field, value, low, high)
-
-    return rule
-
-
-def _bits(method: str, field: str, value: Any) -> None:
-    many = isinstance(value, (list, tuple))
-    check(not many or len(value) > 0, method, field, "must have one entry for each attention layer", value)
-    for bits in value if many else [value]:
-        check_int(method, field, bits, 1, 8)
-
-
-def _one_of(*choices: Any) -> Rule:
-    def rule(method: str, field: str, value: Any) -> None:
-        check(value is None or isinstance(value, bool), method, field, f"must be one of {choices}", value)
-        check_choice(method, field, value, choices)
-
-    return rule
-
-
-def _dtype(method: str, field: str, value: Any) -> None:
-    known = value is None or value in FLOATS
-    check(known, method, field, "must be None, float16, bfloat16 or float32", value)
-
-
-def _observers(method: str, field: str, value: Any) -> None:
-    check(isinstance(value, list), method, field, "must be a list", value)
-    check_observers(method, value)
-
-
-RULES: dict[str, Rule] = {
-    "method": lambda method, field, value: check_choice("KVCacheConfig", field, value, METHOD_NAMES),
-    "head_dim": _whole(1),
-    "bit_width_inlier": _bits,
-    "bit_width_outlier": _whole(1, 8, optional=True),
-    "jl_dim": _whole(1, optional=True),
-    "n_outlier_channels": _whole(1, optional=True),
-    "n_calib_tokens": _whole(1, optional=True),
-    "enable_vectorized_attend": _one_of(True, False),
-    "enable_outlier_two_stream": _one_of(True, False),
-    "enable_fused_query_dot": _one_of(True, False),
-    "seed": _whole(0),
-    "dtype": _dtype,
-    "capacity": _whole(1, optional=True),
-    "sliding_window": _whole(1, optional=True),
-    "observers": _observers,
-    "residual_length": _whole(0),
-    "n_sink_tokens": _whole(0),
-    "use_metal_kernels": _one_of(None, True, False),
-    "fused_sdpa": _one_of(None, True, False),
-    "fused_sdpa_max_ctx": _whole(1, optional=True),
-    "fused_sdpa_memory_bound": _one_of(True, False),
-}
-
-
 @attrs.frozen
 class Layer:
     """Which layer a configuration is for."""
@@ -150,12 +91,6 @@ class Layer:
     stack: int = 1  # layers whose rows are packed together with this one's, itself included
     member: int = 0  # among these
     before: int = 0  # layers that are replaced in earlier processes
-
-
-def check_field(method: str, field: str, value: Any) -> None:
-    """Refuse a value that no method can take in this field."""
-    if field in RULES:
-        RULES[field](method, field, value)
 
 
 def _with_documented_fields(kind: type[Kind]) -> type[Kind]:

@@ -9,7 +9,8 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
-from vq_adapters.builder import KVCacheBuilder, attentions
+from vq_adapters.architecture import attentions
+from vq_adapters.builder import KVCacheBuilder
 from vq_adapters.cache import TransformKVCache
 from vq_adapters.hook import attention_hook
 from vq_adapters.rotation import rope_of

@@ -58,7 +58,7 @@ CHANGES: dict[str, list[tuple[dict[str, Any], bool]]] = {
     "polar": [({}, False), ({"polar_values": True}, True)],
     "kitty": [({"value_bits": 4}, True), ({"value_bits": None}, True)],
     "adakv": [({"n_sink": 4}, True), ({"n_sink": 4, "value_bits": 2}, True)],
-    "kvquant": [({"rope": Rope(dims=64, base=1e5)}, True)],
+    "kvquant": [({"rope": False}, True)],
     "cachegen": [({}, False), ({"n_sink": 4}, True)],
     "gear": [({"n_sink": 4}, True)],
     "zipcache": [({}, False), ({"hi_fraction": 0.5}, True)],
@@ -67,6 +67,7 @@ CHANGES: dict[str, list[tuple[dict[str, Any], bool]]] = {
     "vecinfer": [({}, False), ({"value_sub_dim": 4}, True)],
     "a2ats": [({}, False)],
     "svdq": [
+        ({"rope": False}, True),
         ({"n_fit": 32, "bit_schedule": (4, 3, 2, 2, 1, 1, 1, 1)}, True),
         ({"n_fit": 32, "rope": Rope(dims=64, base=1e5)}, True),
     ],

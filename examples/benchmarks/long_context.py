@@ -115,22 +115,52 @@ def plot(found: Sequence[Point], image: Path) -> None:
     figure.savefig(image, dpi=90)
 
 
+def measured(names: Sequence[str]) -> Iterator[Point]:
+    """Points of these caches, printed as they come."""
+    print(f"{machine()}; {KV_HEADS} heads of {DIM}, {QUERY_HEADS} query heads\n")
+    print(table_head(["method", "tokens", "us a step", "bytes a token"]), flush=True)
+    for name, make in caches().items():
+        for point in points(name, make()) if name in names else ():
+            print(table_line([name, point.tokens, f"{point.step_us:.0f}", f"{point.bytes_per_token:.0f}"]), flush=True)
+            yield point
+
+
+def summary(found: Sequence[Point]) -> Iterator[list[str]]:
+    """Cells of a line a method: KiB at the first and last length, bytes a token between, milliseconds at both."""
+    for name in dict.fromkeys(point.method for point in found):
+        first, *_, last = (point for point in found if point.method == name)
+        slope = (last.bytes - first.bytes) / (last.tokens - first.tokens)
+        sizes, times = ([getattr(one, field) for one in (first, last)] for field in ("bytes", "step_us"))
+        yield [name, *(f"{x / 1024:.0f}" for x in sizes), f"{slope:.0f}", *(f"{x / 1000:.1f}" for x in times)]
+
+
+def read_points(paths: Sequence[Path]) -> list[Point]:
+    """Points of earlier runs, in the order of `caches`; of several of one length the fastest."""
+    kept: dict[tuple[str, int], Point] = {}
+    for path in paths:
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                point = Point(row["method"], *(float(row[field.name]) for field in fields(Point)[1:]))  # type: ignore[arg-type]
+                key = point.method, int(point.tokens)
+                kept[key] = min(kept.get(key, point), point, key=lambda one: one.step_us)
+    return [kept[name, length] for name in caches() for length in LENGTHS if (name, length) in kept]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure the chosen caches and print a line for each length."""
+    """Measure the chosen caches, or read what was measured before, and print a line for each length and a summary."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--methods", nargs="*", default=None, choices=list(caches()), help="default: all")
+    parser.add_argument("--read", type=Path, nargs="+", metavar="CSV", help="measure nothing, take these files")
     parser.add_argument("--csv", type=Path, metavar="PATH")
     parser.add_argument("--plot", type=Path, metavar="PNG")
     args = parser.parse_args(argv)
-    print(f"{machine()}; {KV_HEADS} heads of {DIM}, {QUERY_HEADS} query heads\n")
-    print(table_head(["method", "tokens", "us a step", "bytes a token"]), flush=True)
-    found = []
-    for name, make in caches().items():
-        if args.methods and name not in args.methods:
-            continue
-        for point in points(name, make()):
-            found.append(point)
-            print(table_line([name, point.tokens, f"{point.step_us:.0f}", f"{point.bytes_per_token:.0f}"]), flush=True)
+    found = read_points(args.read) if args.read else list(measured(args.methods or list(caches())))
+    print()
+    ends = f"{LENGTHS[0]:,}", f"{LENGTHS[-1]:,}"
+    head = "method", f"KiB at {ends[0]}", f"at {ends[1]}", "bytes a token between"
+    print(table_head([*head, f"ms a step at {ends[0]}", f"at {ends[1]}"]))
+    for cells in summary(found):
+        print(table_line(cells))
     if args.csv:
         with args.csv.open("w", newline="") as file:
             writer = csv.DictWriter(file, [field.name for field in fields(Point)])

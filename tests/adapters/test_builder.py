@@ -28,7 +28,8 @@ from vq_adapters import (
     attention_hook,
     report,
 )
-from vq_adapters.builder import _head_dim, _join, _stacked, attentions
+from vq_adapters.architecture import attentions, head_dim
+from vq_adapters.builder import _join, _stacked
 from vq_adapters.classes import CLASSES
 from vq_adapters.config import Layer
 from vq_adapters.rotation import rope_of
@@ -369,10 +370,10 @@ class TestForModel:
 )
 def test_head_size_of_a_layer(architecture, size):
     attention = build(architecture).layers[0].self_attn
-    assert _head_dim(attention) == size
+    assert head_dim(attention) == size
     if size is not None:
         nn.quantize(attention, group_size=32, bits=4)
-        assert _head_dim(attention) == size
+        assert head_dim(attention) == size
 
 
 class TestReport:

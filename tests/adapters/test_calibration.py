@@ -30,8 +30,8 @@ from vq_adapters import (
     recording,
     save,
 )
+from vq_adapters.architecture import attentions
 from vq_adapters.artifacts import FileArtifactStore
-from vq_adapters.builder import attentions
 from vq_adapters.calibration import CALIBRATORS, Captured, calibrate, capture, fingerprint, load_calibration
 from vq_adapters.rotation import rope_of
 from vq_functional.codebook.spectral import spectral

@@ -6,9 +6,9 @@ from typing import Any
 import attrs
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from vq_adapters.builder import LayerReport, report
 from vq_adapters.cache import TransformKVCache
 from vq_adapters.columns import columns
+from vq_adapters.reports import LayerReport, report
 
 WIDTH = 2  # bytes of a 16-bit number
 
