@@ -23,7 +23,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models import ministral3
 from mlx_lm.utils import sharded_load
 
-from measuring import SMOLLM2, load_model
+from measuring import SMOLLM2, load_model, positive
 from vq_adapters import KVCacheBuilder, KVCacheConfig, QuantizerConfigError, attention_hook
 from vq_adapters.architecture import attentions
 
@@ -102,7 +102,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--parallel", choices=("tensor", "pipeline"), default="pipeline", help="heads or layers (default: %(default)s)"
     )
     parser.add_argument("--prompt", default="Why is the sky blue?", help="(default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=60, help="to write (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=positive, default=60, help="to write (default: %(default)s)")
     return parser.parse_args(argv)
 
 

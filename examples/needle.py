@@ -43,6 +43,7 @@ from measuring import (
     load_model,
     log_softmax,
     machine,
+    positive,
     prefill,
     slow_blas,
     table_head,
@@ -370,9 +371,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default=SMOLLM2, help="name or path for mlx_lm's load (default: %(default)s)")
     parser.add_argument("--methods", default="", metavar="REGEX", help='those that match, such as "plain|h2o"')
     parser.add_argument("--budgets", type=whole_numbers, default="64,128,256,512,1024", help="(default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=3000, help="of the prompt (default: %(default)s)")
+    parser.add_argument("--tokens", type=positive, default=3000, help="of the prompt (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the numbers (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=1, help="processes, with a model each (default: %(default)s)")
+    parser.add_argument("--jobs", type=positive, default=1, help="processes, with a model each (default: %(default)s)")
     parser.add_argument("--csv", type=Path, metavar="PATH", help="also write the results here")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="also draw the ranks; needs matplotlib")
     return parser.parse_args(argv)

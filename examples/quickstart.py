@@ -29,6 +29,7 @@ from measuring import (
     load_model,
     machine,
     plain_bytes,
+    positive,
     resident_bytes,
     slow_blas,
     table_head,
@@ -102,19 +103,21 @@ def line(name: str, run: Run, base: Run, room: int, text: str) -> str:
 
 
 NOTE = """
-KV held: every array in the caches after {tokens} tokens; x plain: over 16-bit keys and values of just these.
-ms a token: median of the steps in turn; x plain: over the plain cache's. KL(plain || method) and top-1
+KV held: every array in the caches after {tokens} tokens; bytes x: over 16-bit keys and values of just these.
+ms a token: median of the steps in turn; time x: over the plain cache's. KL(plain || method) and top-1
 agreement: over {steps} tokens of the text that were fed one by one."""
 
-HEAD = ("method", "KV held", "x plain", "ms a token", "x plain", "KL, nats", "top-1", "text")
+HEAD = ("method", "KV held", "bytes x", "ms a token", "time x", "KL, nats", "top-1", "text")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default=SMOLLM2, help="name or path for mlx_lm's load (default: %(default)s)")
-    parser.add_argument("--prompt", type=int, metavar="TOKENS", help=f"of English (default: {PROMPT})")
-    parser.add_argument("--generate", type=int, default=40, metavar="TOKENS", help="to write (default: %(default)s)")
-    parser.add_argument("--steps", type=int, metavar="TOKENS", help=f"to compare the logits over (default: {STEPS})")
+    parser.add_argument("--prompt", type=positive, metavar="N", help=f"tokens of English (default: {PROMPT})")
+    parser.add_argument(
+        "--generate", type=positive, default=40, metavar="N", help="tokens to write (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=positive, metavar="N", help=f"tokens to compare over (default: {STEPS})")
     return parser.parse_args(argv)
 
 

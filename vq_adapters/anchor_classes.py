@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from vq_adapters.method_cache import MethodKVCache, ratio
+from vq_adapters.method_cache import FULL_SEQ_BYTES, TOKENS_SEEN, MethodKVCache, ratio
 from vq_functional.core.transform import Transform
 from vq_functional.hybrid.anchor_codes import slot_bytes
 from vq_functional.hybrid.anchor_state import INDEX_BYTES, Sizes
@@ -18,6 +18,9 @@ class AnchorKVKVCache(MethodKVCache):
     """
 
     method = "anchorkv"
+    full_seq_bytes = FULL_SEQ_BYTES
+    tokens_kept = TOKENS_SEEN
+    tokens_total = TOKENS_SEEN
 
     @classmethod
     def _serves(cls, transform: Transform) -> bool:
@@ -36,24 +39,9 @@ class AnchorKVKVCache(MethodKVCache):
         return prompt + row * (self._rows() - self._heads() * coded)
 
     @property
-    def full_seq_bytes(self) -> int:
-        """Bytes of the keys and values of all tokens, as they came."""
-        return self._as_came(self._tokens(), "key_dim", "value_dim")
-
-    @property
     def compression_ratio(self) -> float:
         """Bytes as they came / bytes held; 1.0 while empty."""
         return ratio(self.full_seq_bytes, self.anchorkv_bytes)
-
-    @property
-    def tokens_kept(self) -> int:
-        """Same as `tokens_total`."""
-        return self._tokens()
-
-    @property
-    def tokens_total(self) -> int:
-        """Tokens seen, all heads and batch rows summed."""
-        return self._tokens()
 
     @property
     def n_anchor_total(self) -> int:

@@ -46,6 +46,11 @@ def attentions(model: nn.Module) -> list[nn.Module | None]:
     return [attention_of(layer) for entry, layer in zip(caches, layers, strict=True) if replaceable(entry, layer)]
 
 
+def check_model(name: str, model: Any) -> None:
+    """Refuse what is no model."""
+    check(isinstance(model, nn.Module), name, "model", "must be a model of mlx", model)
+
+
 def language_model(model: nn.Module) -> nn.Module:
     """The part of a model that makes caches: of a vision-language model, its language model."""
     inner = getattr(model, "language_model", None)

@@ -132,14 +132,7 @@ class FileArtifactStore(ArtifactStore):
         check(bool(arrays), "save", "arrays", "must hold an array", name)
         header = {"format": FORMAT, "version": VERSION, "kind": kind, "name": name, "digest": digest(arrays)}
         self.folder.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{uuid.uuid4().hex}{SUFFIX}")
-        try:
-            mx.save_safetensors(os.fspath(part), arrays, {**header, "metadata": json.dumps(metadata)})
-            _flush(part)
-            os.replace(part, path)
-            _flush(self.folder)
-        finally:
-            part.unlink(missing_ok=True)
+        write_whole(path, arrays, {**header, "metadata": json.dumps(metadata)})
 
     def path(self, kind: str, name: str) -> Path:
         """The file of an artifact."""
@@ -187,6 +180,18 @@ def digest(arrays: Mapping[str, mx.array], text: str = "") -> str:
         if x.size:
             found.update(memoryview(mx.contiguous(x.reshape(-1)).view(mx.uint8)))  # type: ignore[arg-type]
     return found.hexdigest()
+
+
+def write_whole(path: Path, arrays: Arrays, metadata: dict[str, str]) -> None:
+    """Write safetensors to exactly `path` and have them on the disk; an older file stays until the new one is whole."""
+    part = path.with_name(f".{uuid.uuid4().hex}{SUFFIX}")
+    try:
+        mx.save_safetensors(os.fspath(part), arrays, metadata)
+        _flush(part)
+        os.replace(part, path)
+        _flush(path.parent)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _flush(path: Path) -> None:

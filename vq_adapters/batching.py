@@ -41,9 +41,11 @@ class BatchedState(SharingState):
         self._remaining = self._padding = None
 
     def filter(self, keep: Iterable[int] | mx.array) -> None:
-        """Keep the batch rows `keep`, in that order, in place."""
+        """Keep the batch rows `keep`, one or more, in that order, in place."""
         listed: Any = keep.tolist() if isinstance(keep, mx.array) else keep
-        rows = [int(row) for row in listed]
+        rows, count = [int(row) for row in listed], len(self._fills)
+        there = bool(rows) and all(-count <= row < count for row in rows)
+        check(there, self.transform.name, "keep", f"must name some of the {count} batch rows", rows)
         state, index = self._settled_state(), mx.array(rows, mx.int32)
         if state is not None:
             self._state = map_leaves(lambda leaf: leaf[index], state)
@@ -72,6 +74,7 @@ class BatchedState(SharingState):
         if left_padding is not None and max(left_padding, default=0) > 0:
             self._pad_left(left_padding)
         elif lengths is not None:
+            self._check_rows("lengths", len(lengths), lengths)
             self._batched = True
             self._fills = spread(self._fills, len(lengths))
             self._remaining = [int(length) for length in lengths]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from vq_adapters.coded_classes import BlocksKVCache
-from vq_adapters.method_cache import MethodKVCache, ratio
+from vq_adapters.coded_classes import VALUE_FP16_BYTES, BlocksKVCache
+from vq_adapters.method_cache import FULL_SEQ_BYTES, TOKENS_SEEN, MethodKVCache, ratio
 from vq_functional.core.transform import Transform
 from vq_functional.quantize.age_tiered import AgeTiered
 from vq_functional.quantize.blocks import Blocks
@@ -41,11 +41,7 @@ class KittyKVCache(BlocksKVCache):
     """Keys in pages whose channels differ in bits (`kitty_hi_fraction`, `kitty_hi_bit`, `kitty_lo_bit`)."""
 
     method = "kitty"
-
-    @property
-    def value_fp16_bytes(self) -> int:
-        """Bytes of the values of all tokens, as they came."""
-        return self.fp16_value_bytes
+    value_fp16_bytes = VALUE_FP16_BYTES
 
     @property
     def hi_fraction(self) -> float:
@@ -80,11 +76,7 @@ class AdaKVCache(BlocksKVCache):
     """Keys at unequal bits for the heads of a layer (`adakv_target_avg_bits` and others); values as they come."""
 
     method = "adakv"
-
-    @property
-    def value_fp16_bytes(self) -> int:
-        """Bytes of the values of all tokens, as they came."""
-        return self.fp16_value_bytes
+    value_fp16_bytes = VALUE_FP16_BYTES
 
     @property
     def head_bits(self) -> list[int]:
@@ -122,6 +114,8 @@ class AgeTieredKVCache(MethodKVCache):
     """Fewer bits for older tokens (`age_recent_boundary`, `age_mid_boundary`, `age_bits_recent` and others)."""
 
     method = "age_tiered"
+    full_seq_bytes = FULL_SEQ_BYTES
+    tokens_seen = TOKENS_SEEN
 
     @classmethod
     def _serves(cls, transform: Transform) -> bool:
@@ -146,19 +140,9 @@ class AgeTieredKVCache(MethodKVCache):
         return cast(AgeTiered, self.transform)
 
     @property
-    def full_seq_bytes(self) -> int:
-        """Bytes of the keys and values of all tokens, as they came."""
-        return self._as_came(self._tokens(), "key_dim", "value_dim")
-
-    @property
     def compression_ratio(self) -> float:
         """Bytes as they came / bytes held; 1.0 while empty."""
         return ratio(self.full_seq_bytes, self.age_tiered_bytes)
-
-    @property
-    def tokens_seen(self) -> int:
-        """All heads and batch rows summed."""
-        return self._tokens()
 
     @property
     def tokens_kept(self) -> int:

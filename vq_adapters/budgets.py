@@ -22,7 +22,8 @@ def to_bytes(method: str, field: str, text: str) -> int:
     """Bytes that "48MB", "1.5GiB" and the like name; raises QuantizerConfigError for other text."""
     found = _SIZE.fullmatch(text)
     if found is None:
-        raise QuantizerConfigError(f"{method}: `{field}` must be a number of bytes such as '48MB'; got {text!r}")
+        rule = "must be rows, a share of the prompt, or bytes such as '48MB'"
+        raise QuantizerConfigError(f"{method}: `{field}` {rule}; got {text!r}")
     return int(float(found[1]) * _UNITS[(found[2] or "").upper()])
 
 

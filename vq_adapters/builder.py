@@ -13,6 +13,7 @@ import mlx.nn as nn
 from vq_adapters.architecture import (
     attention_of,
     check_eviction,
+    check_model,
     check_reading,
     dtype_of,
     language_model,
@@ -26,21 +27,20 @@ from vq_adapters.architecture import (
 from vq_adapters.cache import TransformKVCache
 from vq_adapters.classes import CLASSES
 from vq_adapters.config import KVCacheConfig, Layer
-from vq_adapters.group import LayerGroup
+from vq_adapters.group import LayerGroup, unlike
 from vq_adapters.reports import report
 from vq_adapters.rotation import rope_of
 from vq_adapters.rules import check_field
 from vq_adapters.vectors import VECTOR_CLASSES, KVCache, SlidingWindowKVCache
 from vq_functional.core.errors import check
+from vq_functional.core.policy import Policy
 from vq_functional.core.spec import KVSpec
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.crosslayer.stack import Stack
-from vq_functional.evict.engine import Evicting
-from vq_functional.methods import TABLE
 
 # Methods that also have the per-vector API.
-STANDALONE_METHODS = frozenset(method.name for method in TABLE if "vectors" in method.traits)
+STANDALONE_METHODS = frozenset(VECTOR_CLASSES)
 
 
 Config: TypeAlias = KVCacheConfig | Transform
@@ -53,7 +53,8 @@ class KVCacheFactory:
     def create(config: KVCacheConfig) -> KVCache | TransformKVCache:
         """The documented class of the method; for the methods with a per-vector API, that one.
 
-        Raises QuantizerConfigError for a list of bit widths.
+        Raises QuantizerConfigError for a list of bit widths, and for a store:
+        what it holds is found by `for_model`.
         """
         check(isinstance(config, KVCacheConfig), "KVCacheFactory", "config", "must be a KVCacheConfig", config)
         if config.method not in STANDALONE_METHODS:
@@ -89,7 +90,11 @@ class KVCacheBuilder:
         return self._with(head_dim=d)
 
     def with_bit_width(self, inlier: int | Sequence[int], outlier: int | None = None) -> KVCacheBuilder:
-        """Bits a number; a list, one entry an attention layer, is for `for_model` and not for `build`."""
+        """Bits a number; a list, one entry an attention layer, is for `for_model` and not for `build`.
+
+        `outlier`: for outlier channels, which are held apart then, a quarter where their number isn't given. Without it
+        such channels have 8 bits, not those of the others.
+        """
         return self._with(bit_width_inlier=inlier, bit_width_outlier=outlier)
 
     def with_jl_dim(self, m: int) -> KVCacheBuilder:
@@ -97,11 +102,11 @@ class KVCacheBuilder:
         return self._with(jl_dim=m)
 
     def with_n_outlier_channels(self, n: int) -> KVCacheBuilder:
-        """Channels held apart, fewer than `head_dim`."""
+        """Outlier channels held apart, fewer than `head_dim`; of keys, by turboquant_mse and turboquant_prod."""
         return self._with(n_outlier_channels=n)
 
     def with_n_calib_tokens(self, n: int) -> KVCacheBuilder:
-        """Tokens seen before outlier channels are chosen."""
+        """First tokens, whose keys tell which channels are held apart and are exact until then."""
         return self._with(n_calib_tokens=n)
 
     def with_vectorized_attend(self, enabled: bool = True) -> KVCacheBuilder:
@@ -109,7 +114,7 @@ class KVCacheBuilder:
         return self._with(enable_vectorized_attend=enabled)
 
     def with_outlier_two_stream(self, enabled: bool = True) -> KVCacheBuilder:
-        """Outlier channels in a stream of their own."""
+        """Outlier channels in a stream of their own; a quarter of them where nothing tells how many."""
         return self._with(enable_outlier_two_stream=enabled)
 
     def with_fused_query_dot(self, enabled: bool = True) -> KVCacheBuilder:
@@ -161,10 +166,12 @@ class KVCacheBuilder:
         What the model made of another class stays as it is (`report` tells which
         and why), and so do latent keys and values. A transform serves all layers
         alike; a list has one configuration or transform a layer that is replaced,
-        or None for one whose rows stay exact. Raises QuantizerConfigError where
-        nothing can be replaced, where a list has not one entry a layer, where bytes
-        are too few, and where the model can't do with fewer rows than tokens.
+        or None for one whose rows stay exact. Raises QuantizerConfigError for what
+        is no model, where nothing can be replaced, where a list has not one entry a
+        layer, where bytes are too few, and where the model can't do with fewer rows
+        than tokens.
         """
+        check_model("for_model", model)
         configs = _configs(config)
         found = {id(one): _calibration(model, one) for one in configs}
         specs: list[KVSpec | None] = []
@@ -197,8 +204,15 @@ def _configs(config: Config | Sequence[Config | None]) -> list[Any]:
     configs = [rows() if many and one is None else one for one in given]
     for one in configs:
         known = isinstance(one, (KVCacheConfig, Transform))
-        check(known, "for_model", "config", "must be a KVCacheConfig or a Transform", one)
+        check(known, "for_model", "config", f"must be a KVCacheConfig or a Transform{_instead(one)}", one)
     return configs
+
+
+def _instead(config: Any) -> str:
+    """What to write in place of what is no configuration, where that can be told."""
+    if isinstance(config, str):
+        return f", such as KVCacheConfig(method={config!r})"
+    return ", such as chain(policy, rows())" if isinstance(config, Policy) else ""
 
 
 def _places(model: nn.Module, caches: Sequence[Any], layers: Sequence[nn.Module]) -> list[int]:
@@ -212,10 +226,9 @@ def _places(model: nn.Module, caches: Sequence[Any], layers: Sequence[nn.Module]
 
 def _join(caches: Sequence[TransformKVCache]) -> None:
     """Make those a group that have something to tell each other, or hold different numbers of rows."""
-    group, transforms = LayerGroup(), [cache.transform for cache in caches]
-    group.uneven = any(one.agrees for one in transforms) or len({rows_kept(one) for one in transforms}) > 1
+    group, differ = LayerGroup(), unlike(cache.transform for cache in caches)
     for index, cache in enumerate(caches):
-        if group.uneven or cache.transform.in_group:
+        if differ or cache.transform.in_group:
             cache.join(group, index)
 
 
@@ -273,11 +286,6 @@ def _check_stack(config: Config, specs: Sequence[KVSpec | None]) -> None:
     name, unlike = config.name if isinstance(config, Transform) else config.method, {*specs} - {None}
     rule = "must have equal heads and sizes in the layers that are packed together"
     check(len(unlike) < 2, name, "model", rule, [(spec.kv_heads, spec.key_dim) for spec in specs if spec is not None])
-
-
-def rows_kept(transform: Transform) -> int | float | None:
-    """What bounds the rows that a transform holds; None where nothing does."""
-    return transform.policy.budget if isinstance(transform, Evicting) else transform.window
 
 
 def _layer_cache(config: KVCacheConfig | Transform, layer: Layer, attention: nn.Module | None) -> TransformKVCache:

@@ -15,7 +15,7 @@ from vq_adapters.tagged import TaggedArray, tag
 from vq_functional.core.errors import check
 from vq_functional.core.transform import Transform
 from vq_functional.core.tree import flatten, nbytes
-from vq_functional.ops.attention import Mask
+from vq_functional.ops.attention import Mask, rescaled
 
 FEW = 8  # up to so many queries attention reads codes; more are cheaper over vectors
 
@@ -35,8 +35,11 @@ class TransformKVCache(BatchedState):
         self._reset(transform, max_tokens, query_heads)
 
     def _reset(self, transform: Transform, max_tokens: int | None, query_heads: int | None) -> None:
+        rule = "must be a Transform, such as kivi(bits=4)"
+        check(isinstance(transform, Transform), type(self).__name__, "transform", rule, transform)
         super()._reset(transform, max_tokens, query_heads)
         self._call: object | None = None  # names the last call until its attention is done
+        self._uneven = False  # whether a mask of the last call may have been drawn for other rows than these
 
     # What the model calls
 
@@ -58,6 +61,7 @@ class TransformKVCache(BatchedState):
         self._settle()
         n = keys.shape[2]
         before = nbytes(self._state) if self.observers else 0
+        self._uneven = uneven(self)
         self._open(keys, values, n)
         watch = Watch(self, n, before) if self.observers and n else None
         counts, lengths = self._counts(n)
@@ -89,14 +93,14 @@ class TransformKVCache(BatchedState):
         self._call = None
         if first and self.observers:
             tell_queries(self, queries)
-        if first and uneven(self) and isinstance(mask, mx.array):
+        if first and self._uneven and isinstance(mask, mx.array):
             mask = own_mask(self, queries.shape[2])
         if first and sinks is None and queries.shape[2] <= FEW and self.transform.coded:
             out = self._attend_codes(queries, scale, mask)
         else:
             out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
         if first and (self.transform.evicts or self.transform.observes or queries.shape[2] > FEW):
-            self._settle(queries)
+            self._settle(rescaled(queries, scale))
         return mx.depends([out], list(flatten(self._state)[0]))[0]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None, **_: Any) -> Mask:
@@ -201,6 +205,11 @@ class TransformKVCache(BatchedState):
     @values.setter
     def values(self, value: mx.array) -> None:
         self._tie(value)
+
+    def __repr__(self) -> str:
+        """Method, tokens of each batch row and bytes, as they are now: nothing settles."""
+        tokens = " + ".join(str(fill.tokens) for fill in self._fills)
+        return f"{type(self).__name__}({self.transform.name}, {tokens} tokens, {nbytes(self._state)} bytes)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         self._settle()

@@ -12,13 +12,16 @@ from typing import Any
 import attrs
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 
-from vq_adapters.artifacts import Arrays, ArtifactStore
+from vq_adapters.artifacts import Arrays, ArtifactStore, digest
 from vq_adapters.recording import Captured, capture
 from vq_functional.codebook.spectral_basis import SpectralBasis, spectral_calibrate
 from vq_functional.codebook.vecinfer import VecInferTables, vecinfer_calibrate
+from vq_functional.core.describe import describe
 from vq_functional.core.errors import QuantizerConfigError, check, check_choice
+from vq_functional.core.table import Table, to_table
 from vq_functional.crosslayer.xkv_basis import XKVBasis, xkv_calibrate
 from vq_functional.hybrid.a2ats import A2ATSTables, a2ats_calibrate
 from vq_functional.hybrid.amc import amc_calibrate
@@ -84,11 +87,11 @@ def calibrate(
     which layers are packed together; texts and `max_tokens` as for `capture`.
     With a `store`, what it holds for this model name, method and options is
     taken as it is, whatever the texts, and else put there. Raises
-    QuantizerConfigError for unknown methods and options, and where the store
-    holds it for a model of that name with other weights.
+    QuantizerConfigError for unknown methods and options, for options that have
+    no text to find them by in a store, and where the store holds it for a model
+    of that name with other weights.
     """
-    check_choice("calibrate", "method", method, tuple(CALIBRATORS))
-    row = CALIBRATORS[method]
+    row = _row("calibrate", method)
     known = calibration_options(method)
     for option in options:
         check(option in known, "calibrate", "options", f"must be of {known}", option)
@@ -102,7 +105,7 @@ def calibrate(
     artifacts = [_found(row, method, group, own) for group in _groups(layers, sizes)]
     if store is not None:
         arrays = {f"{i}.{name}": x for i, artifact in enumerate(artifacts) for name, x in artifact.arrays().items()}
-        metadata = {"model": fingerprint(model), "layers": len(layers), "options": options}
+        metadata = {"model": fingerprint(model), "layers": len(layers), "options": json.loads(_text(options))}
         store.save(method, calibration_name(model_name, options), arrays, metadata)
     return _for_each_layer(artifacts, sizes)
 
@@ -111,7 +114,7 @@ def load_calibration(
     model: nn.Module, method: str, store: ArtifactStore, model_name: str = "model", **options: Any
 ) -> list[Any] | None:
     """What `calibrate` put into a store, one artifact a layer; None where nothing is there."""
-    check_choice("load_calibration", "method", method, tuple(CALIBRATORS))
+    row = _row("load_calibration", method)
     try:
         arrays, metadata = store.load(method, calibration_name(model_name, options))
     except FileNotFoundError:
@@ -124,7 +127,7 @@ def load_calibration(
         for place, x in arrays.items():
             group, name = place.split(".", 1)
             groups[int(group)][name] = x
-        return _for_each_layer([CALIBRATORS[method].kind.from_arrays(group) for group in groups], sizes)
+        return _for_each_layer([row.kind.from_arrays(group) for group in groups], sizes)
     except QuantizerConfigError:
         raise
     except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -140,6 +143,13 @@ def calibration_options(method: str) -> tuple[str, ...]:
     if whole:
         return named + row.grouped_by
     return named + tuple(field.name for field in attrs.fields(METHODS[method].options))
+
+
+def _row(name: str, method: str) -> Calibrator:
+    idle = method in [*METHODS] and method not in CALIBRATORS
+    check(not idle, name, "method", f"needs no calibration; those that do are {tuple(CALIBRATORS)}", method)
+    check_choice(name, "method", method, tuple(CALIBRATORS))
+    return CALIBRATORS[method]
 
 
 def _grouping(method: str, options: dict[str, Any]) -> Callable[[int], list[int]]:
@@ -187,8 +197,20 @@ def _side_by_side(method: str, layers: Sequence[Captured]) -> Captured:
 def calibration_name(model_name: str, options: dict[str, Any]) -> str:
     """The name in a store: the model's, and a digest of the options."""
     check(isinstance(model_name, str) and model_name != "", "calibrate", "model_name", "must be a name", model_name)
-    text = json.dumps(options, sort_keys=True, default=repr)
-    return f"{model_name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return f"{model_name}-{hashlib.sha256(_text(options).encode()).hexdigest()[:12]}"
+
+
+def _text(options: dict[str, Any]) -> str:
+    """Options as JSON, equal where they are equal; arrays by a digest of their numbers."""
+    return json.dumps(options, sort_keys=True, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (mx.array, np.ndarray, Table)):
+        table: Any = to_table(value)
+        return digest({"": table.array})
+    check(attrs.has(type(value)), "calibrate", "options", "must be numbers, text, arrays or lists of them", value)
+    return describe(value)
 
 
 def fingerprint(model: nn.Module) -> str:

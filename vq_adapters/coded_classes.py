@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from vq_adapters.method_cache import MethodKVCache, ratio, row_of_batch
+from vq_adapters.method_cache import FULL_SEQ_BYTES, MethodKVCache, ratio, row_of_batch
 from vq_functional.core.transform import Transform
 from vq_functional.core.tree import flatten
 from vq_functional.quantize.blocks import Blocks
+
+# What is held of them is `compressed_value_bytes`.
+VALUE_FP16_BYTES = property(
+    lambda cache: cache.fp16_value_bytes, doc="Bytes of the values of all tokens seen, as they came."
+)
 
 
 class CodedKVCache(MethodKVCache):
@@ -89,6 +94,10 @@ class PackedKVCache(CodedKVCache):
         exact = 0 if rule is None else sum(min(rule.count, fill.coded) for fill in self._counts_now())
         return self._as_came(self._heads() * exact, "key_dim", "value_dim")
 
+    def _total(self) -> int:
+        """Bytes of codes and tables, the newest rows and the sinks; room that is not filled is not counted."""
+        return self._coded("keys") + self._coded("values") + self._newest() + self._sinks()
+
 
 class BlocksKVCache(PackedKVCache):
     """The same, with what most of these methods tell."""
@@ -105,9 +114,8 @@ class BlocksKVCache(PackedKVCache):
 
     @property
     def effective_compression_ratio(self) -> float:
-        """Bytes as they came / bytes of codes and exact rows; 1.0 while empty."""
-        held = self.compressed_key_bytes + self.compressed_value_bytes + self.residual_fp16_bytes
-        return ratio(self.fp16_key_bytes + self.fp16_value_bytes, held)
+        """Bytes as they came / bytes of codes and exact rows, sinks among them; 1.0 while empty."""
+        return ratio(self.fp16_key_bytes + self.fp16_value_bytes, self._total())
 
 
 class FittedKVCache(PackedKVCache):
@@ -123,19 +131,12 @@ class FittedKVCache(PackedKVCache):
 class TotalKVCache(FittedKVCache):
     """The same, with bytes of all that is held."""
 
-    @property
-    def full_seq_bytes(self) -> int:
-        """Bytes of the keys and values of all tokens, as they came."""
-        return self._as_came(self._tokens(), "key_dim", "value_dim")
+    full_seq_bytes = FULL_SEQ_BYTES
 
     @property
     def compression_ratio(self) -> float:
         """Bytes as they came / bytes held; 1.0 while empty."""
         return ratio(self.full_seq_bytes, self._total())
-
-    def _total(self) -> int:
-        """Bytes of codes and tables, the newest rows and the sinks; room that is not filled is not counted."""
-        return self._coded("keys") + self._coded("values") + self._newest() + self._sinks()
 
 
 class KIVIKVCache(BlocksKVCache):

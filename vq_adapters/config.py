@@ -14,14 +14,24 @@ import mlx.core as mx
 
 from vq_adapters.budgets import BUDGETS, rows_within, to_bytes
 from vq_adapters.documented import DEFAULTS, options_of
-from vq_adapters.names import SHARED, field_of, name_of
-from vq_adapters.options import OPTIONS, OWNERS, annotation, foreign_fields, further_fields, options_fields
+from vq_adapters.names import SHARED, name_of
+from vq_adapters.options import (
+    OPTIONS,
+    OWNERS,
+    annotation,
+    equal_fields,
+    foreign_fields,
+    further_fields,
+    options_fields,
+    same,
+)
 from vq_adapters.rules import RULES, check_field
 from vq_functional.core.codec import PlainCodec
-from vq_functional.core.errors import QuantizerConfigError, check
+from vq_functional.core.errors import SEEDS, QuantizerConfigError, alike, check, refusing
 from vq_functional.core.spec import KVSpec
 from vq_functional.core.store import RowStore
 from vq_functional.core.transform import Transform
+from vq_functional.core.warn import warn
 from vq_functional.evict.engine import Evicting
 from vq_functional.evict.sliding_window import windowed
 from vq_functional.methods import find
@@ -74,8 +84,15 @@ CALIBRATED = {
     "a2ats": None,
 }
 
-# Set by habit for all methods: a warning is enough.
-UNUSED = ("bit_width_inlier", "jl_dim", "residual_length")
+# Warned of when set: by habit, for a method without such a field, and for any, where nothing follows from it.
+HABITS = ("bit_width_inlier", "jl_dim", "residual_length")
+IDLE = (
+    "h2o_rope_base",
+    "keyformer_rope_base",
+    "curdkv_rope_base",
+    "kvquant_group_size",
+    "nestedkv_safeguard_alpha",
+)
 
 
 @attrs.frozen
@@ -97,7 +114,15 @@ def _with_documented_fields(kind: type[Kind]) -> type[Kind]:
     kind.__annotations__ = {field: annotation(default) for field, default in DEFAULTS.items()}
     for field, default in DEFAULTS.items():
         setattr(kind, field, dataclasses.field(default_factory=list) if field == "observers" else default)
-    return dataclasses.dataclass(kind)
+    return refusing(dataclasses.dataclass(kind), "KVCacheConfig", _instead)
+
+
+def _instead(name: str, known: Any, /, method: Any = DEFAULTS["method"], *args: Any, **values: Any) -> str:
+    """What to write for a name that is no field: of a functional option, or of the method's options class."""
+    method = str(method)
+    if method in OPTIONS and name in further_fields(method).values():
+        return f"; write options={OPTIONS[method].__name__}({name}=...)"
+    return alike(name_of(method, name), known)
 
 
 @_with_documented_fields
@@ -110,8 +135,10 @@ class KVCacheConfig:
     `KVCacheBuilder.for_model`, `bit_width_inlier` and the fields that are a
     budget may be lists of one entry a layer, and a budget may be the bytes of
     all layers together ("48MB"). A budget below 1 is a share of the prompt.
-    Raises QuantizerConfigError for values that the method can't take, and for
-    fields that would have no effect on it.
+    A UserWarning tells of fields that have no effect on the method, such as
+    those of other methods. Raises QuantizerConfigError for unknown fields, for
+    values that the method can't take, and where a table or an outlier channel
+    is asked for that the method doesn't have.
     """
 
     if TYPE_CHECKING:
@@ -122,6 +149,7 @@ class KVCacheConfig:
         sliding_window: int | None
         dtype: mx.Dtype | None
         seed: int
+        store: Any
         _place: Layer
 
         def __init__(self, *args: Any, **kwargs: Any) -> None: ...
@@ -133,8 +161,9 @@ class KVCacheConfig:
         given = self._given()
         _warn(self._loose(given))
         for field, value in given.items():
-            if field not in SHARED or _same(getattr(self, field), DEFAULTS[field]):
+            if field not in SHARED or same(getattr(self, field), DEFAULTS[field]):
                 setattr(self, field, value)
+        _warn(self._idle())
         metal = self.use_metal_kernels is not True or mx.metal.is_available()
         if not metal:
             raise RuntimeError(f"{self.method}: `use_metal_kernels` must not be True: there is no Metal device")
@@ -148,8 +177,10 @@ class KVCacheConfig:
 
     def __repr__(self) -> str:
         changed = {name: getattr(self, name) for name, default in DEFAULTS.items()}
-        changed = {name: x for name, x in changed.items() if name == "method" or not _same(x, DEFAULTS[name])}
+        changed = {name: x for name, x in changed.items() if name == "method" or not same(x, DEFAULTS[name])}
         return f"KVCacheConfig({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+
+    __eq__ = equal_fields
 
     @property
     def max_tokens(self) -> int | None:
@@ -161,9 +192,11 @@ class KVCacheConfig:
     def transform(self) -> Transform:
         """The configured transform of one layer.
 
-        Raises QuantizerConfigError for a list, and for a budget in bytes.
+        Raises QuantizerConfigError for a list, a budget in bytes and a store.
         """
         options = self._options()
+        told = self.store is None or self._place.count is not None
+        check(told, self.method, "store", "is for `for_model`, which knows the layer", self.store)
         for option, field in self._uses().items():
             value = options[option]
             one = option not in PER_LAYER or not isinstance(value, (list, tuple))
@@ -172,9 +205,10 @@ class KVCacheConfig:
             check(known, self.method, field, "in bytes is for `for_model`, one value for all layers", value)
         row, place, options = find(self.method), self._place, {**options, **self._placed(options)}
         if "stacks" in row.traits:
-            stack: Any = row.build(**options, layers=place.stack)
-            return stack.member(place.member) if place.stack > 1 else stack
-        transform = row.build(**options)
+            options["layers"] = place.stack
+        transform: Any = row.build(**options)
+        if place.stack > 1:
+            transform = transform.member(place.member)
         if self.dtype is not None:
             transform = held_in(transform, self.dtype)
         return transform if self.sliding_window is None else in_window(transform, self.sliding_window)
@@ -192,7 +226,7 @@ class KVCacheConfig:
         one = copy.copy(self)
         one._place = layer
         if self._uses().get("seed") == "seed":
-            one.seed = self.seed + layer.number
+            one.seed = (self.seed + layer.number) % SEEDS
         one.head_dim = self.head_dim if layer.spec is None else layer.spec.key_dim
         names = ((self._uses().get(option), self._uses().get(f"resolved_{option}")) for option in PER_LAYER)
         resolved = {field: outright for field, outright in names if outright is not None}
@@ -210,8 +244,11 @@ class KVCacheConfig:
         """Make a budget in bytes one in rows, where the shapes are known."""
         field, place = self._uses().get(option), self._place
         value = None if field is None else getattr(self, field)
-        if not isinstance(value, str) or field is None or place.spec is None or place.count is None:
+        if not isinstance(value, str) or field is None or place.count is None:
             return
+        if place.spec is None:
+            rule = "in bytes needs a model whose attention modules tell their heads and sizes"
+            raise QuantizerConfigError(f"{self.method}: `{field}` {rule}; got {value!r}")
         size, known = to_bytes(self.method, field, value) // place.count, self._checkable()
         transform: Any = known.transform()
         # A window is what is left beside sinks.
@@ -219,12 +256,14 @@ class KVCacheConfig:
         setattr(self, field, rows_within(transform, place.spec, size) - beside)
 
     def _checkable(self) -> KVCacheConfig:
-        """The same with default budgets in place of bytes."""
+        """The same with default budgets in place of bytes, and without a store."""
         one = copy.copy(self)
-        for field in (self._uses().get(option) for option in BUDGETS):
+        one.store = None
+        for option in BUDGETS:
+            field = self._uses().get(option)
             if field is not None and isinstance(getattr(self, field), str):
                 to_bytes(self.method, field, getattr(self, field))
-                setattr(one, field, DEFAULTS[field])
+                setattr(one, field, options_of(self.method)[option])
         return one
 
     def _lists(self) -> dict[str, Sequence[Any]]:
@@ -235,15 +274,12 @@ class KVCacheConfig:
 
     def _options(self) -> dict[str, Any]:
         """All functional options of the method and their values."""
-        values = {option: getattr(self, field) for option, field in self._uses().items()}
-        if self.options is not None:
-            values |= {option: getattr(self.options, name) for option, name in further_fields(self.method).items()}
-        return options_of(self.method) | values
+        return {option: getattr(self, field) for option, field in self._uses().items()}
 
     def changed_options(self) -> dict[str, Any]:
         """Functional options of the method that are not at their defaults, and their values."""
         defaults = options_of(self.method)
-        return {option: x for option, x in self._options().items() if not _same(x, defaults[option])}
+        return {option: x for option, x in self._options().items() if not same(x, defaults[option])}
 
     def _placed(self, given: dict[str, Any]) -> dict[str, Any]:
         """Options that say which layer of how many this is, and what was found for it, unless they are `given`."""
@@ -269,44 +305,47 @@ class KVCacheConfig:
         return self._place.found.arrays() if option is None else {option: self._place.found}
 
     def _uses(self) -> dict[str, str]:
-        """Functional options of the method and the fields that they come from."""
+        """Functional options of the method and the attributes that hold them, also those that `options` alone fill."""
         return _uses(self.method)
 
     def _given(self) -> dict[str, Any]:
-        """Fields and values of `options`."""
+        """Fields and values of `options`; of its further fields the defaults where there are none."""
+        further = further_fields(self.method)
         if self.options is None:
-            return {}
+            return {field: options_of(self.method)[option] for option, field in further.items()}
         kind = OPTIONS[self.method]
         check(type(self.options) is kind, self.method, "options", f"must be {kind.__name__}", self.options)
         for field, default in foreign_fields(self.method).items():
             value = getattr(self.options, field)
-            check(_same(value, default), self.method, field, "has no effect: it is another method's", value)
-        return {field: getattr(self.options, field) for field in options_fields(self.method)}
+            check(same(value, default), self.method, field, "has no effect: it is another method's", value)
+        return {field: getattr(self.options, field) for field in (*options_fields(self.method), *further.values())}
 
     def _loose(self, given: dict[str, Any]) -> list[tuple[type[Warning], str]]:
-        """What to warn of: fields that are set beside options, or for a method that doesn't have them."""
+        """What to warn of: fields of the method's options class that are set beside it."""
         found: list[tuple[type[Warning], str]] = []
-        for field, kind in OWNERS.items():
+        known, kind = DEFAULTS | given, OPTIONS[self.method].__name__
+        for field in options_fields(self.method):
             value = getattr(self, field)
-            if _same(value, DEFAULTS[field]) or (field in given and _same(value, given[field])):
+            if field in (*SHARED, *IDLE) or same(value, DEFAULTS[field]) or same(value, known[field]):
                 continue
-            text = f"KVCacheConfig: set `{field}` by options={kind.__name__}({field}={value!r})"
             if field in given:
                 found.append((UserWarning, f"KVCacheConfig: options give `{field}`={given[field]!r}; not {value!r}"))
-            elif field in options_fields(self.method):
-                found.append((DeprecationWarning, text))
             else:
-                found.append((DeprecationWarning, f"{text}; it has no effect on {self.method}"))
-        unused = [field for field in UNUSED if field not in self._uses().values()]
-        unused = [field for field in unused if not _same(getattr(self, field), DEFAULTS[field])]
-        found += [(UserWarning, f"KVCacheConfig: `{field}` has no effect on {self.method}") for field in unused]
+                found.append((DeprecationWarning, f"KVCacheConfig: set `{field}` by options={kind}({field}={value!r})"))
         return found
+
+    def _idle(self) -> list[tuple[type[Warning], str]]:
+        """What to warn of: fields that are set and have no effect on the method."""
+        used = {*self._uses().values()} - {*IDLE}
+        fields = [field for field in (*OWNERS, *HABITS) if field not in used]
+        fields = [field for field in fields if not same(getattr(self, field), DEFAULTS[field])]
+        return [(UserWarning, f"KVCacheConfig: `{field}` has no effect on {self.method}") for field in fields]
 
     def _check_effects(self) -> None:
         for field, reason in NO_EFFECT.items():
-            same = field in self._uses().values() or _same(getattr(self, field), DEFAULTS[field])
-            same = same or (field == "store" and self.method in CALIBRATED)
-            check(same, self.method, field, f"has no effect: {reason}", getattr(self, field))
+            known = field in self._uses().values() or same(getattr(self, field), DEFAULTS[field])
+            known = known or (field == "store" and self.method in CALIBRATED)
+            check(known, self.method, field, f"has no effect: {reason}", getattr(self, field))
 
 
 KVCacheConfig._place = Layer()
@@ -314,17 +353,12 @@ KVCacheConfig._place = Layer()
 
 @functools.lru_cache(maxsize=64)
 def _uses(method: str) -> dict[str, str]:
-    fields = {option: field_of(method, option) for option in options_of(method)}
-    return {option: field for option, field in fields.items() if field is not None}
+    return {option: name_of(method, option) for option in options_of(method)}
 
 
 def _warn(found: list[tuple[type[Warning], str]]) -> None:
     for category, text in found:
-        warnings.warn(text, category, stacklevel=4)  # past __post_init__ and the generated __init__
-
-
-def _same(value: Any, default: Any) -> bool:
-    return value is None if default is None else type(value) is not mx.array and value == default
+        warn(text, category)
 
 
 def held_in(transform: Transform, dtype: mx.Dtype) -> Transform:

@@ -39,14 +39,19 @@ class CountedState:
     def _check(self, keys: mx.array, values: mx.array) -> None:
         """Refuse what doesn't fit, before anything changes."""
         name, n = self.transform.name, keys.shape[2] if keys.ndim == 4 else 0
-        self.transform.check_input(keys, values, layout=None if self._state is None else self._state.layout)
-        rows = len(self._fills)
-        if keys.shape[0] != rows:
-            open_batch = self._state is None and not self._batched
-            check(open_batch, name, "keys", f"must have {rows} batch rows", keys.shape)
+        self.transform.check_input(keys, values, state=self._state)
+        if self._state is None:
+            self._check_rows("keys", keys.shape[0], keys.shape)
         if self.max_tokens is not None:
             most = max(fill.tokens for fill in self._fills) + n
-            check(most <= self.max_tokens, name, "capacity", f"is {self.max_tokens} tokens", most)
+            rule = f"(`capacity`, or the method's own `max_ctx`) is {self.max_tokens}"
+            check(most <= self.max_tokens, name, "max_tokens", rule, most)
+
+    def _check_rows(self, field: str, rows: int, got: Any) -> None:
+        """Refuse another number of batch rows than there are; the first call of a single cache may have any."""
+        now = len(self._fills)
+        opens = self._state is None and not self._batched
+        check(opens or rows == now, self.transform.name, field, f"must have {now} batch rows", got)
 
     def _open(self, keys: mx.array, values: mx.array, n: int) -> None:
         """Make the state, or the room in it, for a call of `n` tokens."""

@@ -13,7 +13,7 @@ import attrs
 import mlx.core as mx
 import numpy as np
 
-from vq_adapters.coded_classes import CodedKVCache
+from vq_adapters.coded_classes import VALUE_FP16_BYTES, CodedKVCache
 from vq_adapters.config import KVCacheConfig
 from vq_adapters.group import LayerGroup
 from vq_adapters.method_cache import row_of_batch
@@ -228,6 +228,7 @@ class XKVKVCache(StackedKVCache):
     """
 
     method = "xkv"
+    value_fp16_bytes = VALUE_FP16_BYTES
 
     def __init__(
         self, config: KVCacheConfig, member_idx: int = 0, group_id: int = 0, coordinator: LayerGroup | None = None
@@ -253,11 +254,6 @@ class XKVKVCache(StackedKVCache):
             return 0
         one = sum(row_of_batch(x) for x in (*state.keys.tables, *state.values.tables))
         return one * sum(fill.coded > 0 for fill in self._counts_now())
-
-    @property
-    def value_fp16_bytes(self) -> int:
-        """Bytes of the values of all tokens, as they came; what is held of them is `compressed_value_bytes`."""
-        return self.fp16_value_bytes
 
     @property
     def rank(self) -> int:

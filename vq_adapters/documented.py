@@ -1,4 +1,7 @@
-"""What is documented and can't come from functional options: the order of the method names, and shared fields."""
+"""What is documented and can't come from functional options: the order of the method names, and shared fields.
+
+Methods of the table that are not documented come after those that are.
+"""
 
 from typing import Any
 
@@ -12,7 +15,7 @@ turboquant_prod turboquant_mse turboquant_rvq polar qjl vecinfer spectral kivi k
 kvquant palu cachegen minicache gear zipcache snapkv streaming_llm h2o tova pyramidkv squeeze chunkkv cam xkv
 nsnquant knorm skvq qfilters keyformer morphkv kvzip kvtc curdkv nestedkv amc a2ats anchorkv rocketkv age_tiered
 """
-METHOD_NAMES: tuple[str, ...] = tuple(_NAMES.split())
+METHOD_NAMES: tuple[str, ...] = tuple(dict.fromkeys((*_NAMES.split(), *METHODS)))
 
 # Fields of no method's options; `observers` is a new list each time.
 CONFIG_FIELDS: dict[str, Any] = {

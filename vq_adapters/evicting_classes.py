@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from vq_adapters.method_cache import MethodKVCache, ratio
+from vq_adapters.method_cache import FULL_SEQ_BYTES, TOKENS_SEEN, MethodKVCache, ratio
 from vq_adapters.settling import Call
 from vq_functional.core.transform import Transform
 
@@ -17,14 +17,11 @@ KEPT_BYTES = property(lambda cache: cache._held("keys", "values"), doc="Bytes of
 class EvictingKVCache(MethodKVCache):
     """Base: a cache whose transform has this method's policy, over any store of rows."""
 
+    full_seq_bytes = FULL_SEQ_BYTES
+
     @classmethod
     def _serves(cls, transform: Transform) -> bool:
         return getattr(getattr(transform, "policy", None), "name", None) == cls.method
-
-    @property
-    def full_seq_bytes(self) -> int:
-        """Bytes of the keys and values of all tokens seen, as they came."""
-        return self._as_came(self._tokens(), "key_dim", "value_dim")
 
     def _budget(self) -> int:
         """Rows that may stay in each head, in the first batch row."""
@@ -35,15 +32,12 @@ class EvictingKVCache(MethodKVCache):
 class BudgetKVCache(EvictingKVCache):
     """Base: statistics that most of these classes have."""
 
+    tokens_seen = TOKENS_SEEN
+
     @property
     def compression_ratio(self) -> float:
         """`full_seq_bytes` / bytes of the keys and values that are kept; 1.0 while empty."""
         return ratio(self.full_seq_bytes, self._held("keys", "values"))
-
-    @property
-    def tokens_seen(self) -> int:
-        """Tokens seen, all heads summed."""
-        return self._tokens()
 
     @property
     def tokens_kept(self) -> int:
@@ -56,16 +50,12 @@ class StreamingLLMKVCache(EvictingKVCache):
 
     method = "streaming_llm"
     stream_kept_bytes = KEPT_BYTES
+    tokens_seen = TOKENS_SEEN
 
     @property
     def streaming_ratio(self) -> float:
         """`full_seq_bytes` / `stream_kept_bytes`; 1.0 while empty."""
         return ratio(self.full_seq_bytes, self.stream_kept_bytes)
-
-    @property
-    def tokens_seen(self) -> int:
-        """Tokens seen, all heads summed."""
-        return self._tokens()
 
     @property
     def tokens_in_window(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_cache
 
-from vq_adapters.artifacts import digest
+from vq_adapters.artifacts import digest, write_whole
 from vq_adapters.cache import TransformKVCache
 from vq_adapters.classes import CLASSES
 from vq_functional.core.errors import QuantizerConfigError, check
@@ -45,14 +45,8 @@ def save(path: str | os.PathLike[str], caches: Sequence[Any], metadata: dict[str
     arrays: list[mx.array] = []
     layers = [_described(cache, arrays) for cache in caches]
     header = json.dumps({"version": VERSION, "layers": layers, "metadata": metadata or {}})
-    target = Path(path)
-    part = target.with_name(f".{target.name}.{os.getpid()}.safetensors")
-    try:
-        named = {str(i): array for i, array in enumerate(arrays)}
-        mx.save_safetensors(str(part), named, {"format": FORMAT, "header": header, "digest": digest(named, header)})
-        os.replace(part, target)
-    finally:
-        part.unlink(missing_ok=True)
+    named = {str(i): array for i, array in enumerate(arrays)}
+    write_whole(Path(path), named, {"format": FORMAT, "header": header, "digest": digest(named, header)})
 
 
 def load(path: str | os.PathLike[str], return_metadata: bool = False) -> Any:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+
+from vq_functional.core.transform import Transform
+from vq_functional.evict.engine import Evicting
 
 if TYPE_CHECKING:
     from vq_adapters.settling import SettlingState
@@ -24,6 +27,7 @@ class LayerGroup:
     def __init__(self, key: str | None = None) -> None:
         self.key = key or uuid.uuid4().hex
         self.uneven = False  # layers may hold different numbers of rows
+        self._transforms: set[Transform] = set()
         self._members: weakref.WeakValueDictionary[int, SettlingState] = weakref.WeakValueDictionary()
         self._told: dict[int, mx.array] = {}
         self._agreed: dict[int, list[int]] | None = None
@@ -33,6 +37,8 @@ class LayerGroup:
     def join(self, layer: int, cache: SettlingState) -> None:
         """Make `cache` the group's cache of a layer."""
         self._members[layer] = cache
+        self._transforms.add(cache.transform)
+        self.uneven |= unlike(self._transforms)
 
     def member(self, layer: int) -> SettlingState | None:
         """The cache of a layer, if it is there."""
@@ -42,11 +48,15 @@ class LayerGroup:
         """The caches of all layers that are there."""
         return list(self._members.values())
 
+    def goes_on(self, layer: int) -> bool:
+        """Whether `layer` comes next in a list that is made from its first layer to its last."""
+        return all(one < layer for one in self._members)
+
     def descend(self, way: Hashable, layer: int) -> LayerGroup:
-        """The group of a list that a thread makes of this one in some `way`, layer by layer, each asking once."""
+        """The group of a list that a thread makes of this one in some `way`, from its first layer to its last."""
         way = (threading.get_ident(), way)
         found = self._descendants.get(way)
-        if found is None or layer in found._members:
+        if found is None or not found.goes_on(layer):
             found = self._descendants[way] = LayerGroup()
             found.uneven = self.uneven
         return found
@@ -83,14 +93,25 @@ class LayerGroup:
         return chosen if seen == tokens else None
 
 
+def unlike(transforms: Iterable[Transform]) -> bool:
+    """Whether layers of these transforms may hold different numbers of rows."""
+    transforms = list(transforms)
+    return any(one.agrees for one in transforms) or len({_rows_kept(one) for one in transforms}) > 1
+
+
+def _rows_kept(transform: Transform) -> int | float | None:
+    """What bounds the rows that a transform holds; None where nothing does."""
+    return transform.policy.budget if isinstance(transform, Evicting) else transform.window
+
+
 _LOADED: weakref.WeakValueDictionary[tuple[int, str], LayerGroup] = weakref.WeakValueDictionary()
 
 
 def loaded(key: str, layer: int, uneven: bool) -> LayerGroup:
-    """The group of a saved list that this thread is loading layer by layer."""
+    """The group of a saved list that this thread is loading, from its first layer to its last."""
     way = (threading.get_ident(), key)
     found = _LOADED.get(way)
-    if found is None or layer in found._members:
+    if found is None or not found.goes_on(layer):
         found = _LOADED[way] = LayerGroup(key)
         found.uneven = uneven
     return found

@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from vq_adapters.architecture import check_model
 from vq_adapters.tagged import owner_of
 from vq_functional.core.errors import check_choice
 
@@ -29,6 +30,7 @@ def install_attention(model: nn.Module, way: str = "instance") -> Undo:
     modules that define the model's layers, for every model they serve.
     Installing twice changes nothing.
     """
+    check_model("install_attention", model)
     check_choice("install_attention", "way", way, ("instance", "module"))
     undos = _patch_instances(model) if way == "instance" else _patch_modules(model)
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from vq_adapters.architecture import language_model
 from vq_adapters.cache import TransformKVCache
 from vq_adapters.hook import attention_hook, can_hook
 from vq_adapters.tagged import TaggedArray, tag
@@ -28,32 +29,37 @@ def kvzip_prefill(
 ) -> mx.array:
     """Read a prompt, have the model repeat it, and keep what the repetition attends to.
 
-    tokens: int [S] or [1, S].
+    model: of a vision-language model, its language model reads.
+    tokens: int [S] or [1, S], one prompt.
     chunk: tokens read, and repeated, at a time.
     instruction: tokens before each repetition, such as those of "repeat the previous text".
     Returns the logits [1, V] that follow the prompt. The repetition leaves no
     row behind. Costs about two more prompts. Raises QuantizerConfigError where
-    no cache is an empty one of kvzip with probe "context", and for models whose
-    attention can't be hooked.
+    no cache is an empty one of kvzip with probe "context", for models whose
+    attention can't be hooked, and for tokens of no prompt or of several.
     """
     check_int("kvzip_prefill", "chunk", chunk, 1)
     ours = [cache for cache in caches if _takes_part(cache)]
     fresh = bool(ours) and all(cache.empty() for cache in ours)
     check(fresh, "kvzip_prefill", "caches", "must hold empty caches of kvzip with probe 'context'", len(caches))
+    model = language_model(model)
     check(can_hook(model), "kvzip_prefill", "model", "must be one that the attention hook reaches", type(model))
+    one = tokens.size > 0 and tokens.shape in ((tokens.size,), (1, tokens.size))
+    check(one, "kvzip_prefill", "tokens", "must be one prompt [S] or [1, S]", tokens.shape)
     tokens = tokens.reshape(1, -1)
     spans = [(start, min(start + chunk, tokens.shape[1])) for start in range(0, tokens.shape[1], chunk)]
     for cache in ours:
         cache.hold()
-    logits = mx.zeros((1, 1))
     for start, end in spans:
-        logits = model(tokens[:, start:end], cache=list(caches))[:, -1]
+        out = model(tokens[:, start:end], cache=list(caches))
         mx.eval([cache.state for cache in caches])
+    logits = getattr(out, "logits", out)[:, -1]  # mlx_vlm's models return more than logits
+    mx.eval(logits)
     for span in spans:
         _repeat(model, caches, tokens[:, span[0] : span[1]], span, instruction)
     for cache in ours:
         cache.compact()
-    mx.eval(logits, [cache.state for cache in ours])
+    mx.eval([cache.state for cache in ours])
     return logits
 
 
@@ -64,7 +70,7 @@ def _repeat(
     asked = mx.concatenate([mx.array([list(instruction)], tokens.dtype), tokens], axis=1) if instruction else tokens
     listening = [_Listener(cache, span) if _takes_part(cache) else copy.deepcopy(cache) for cache in caches]
     with attention_hook(model):
-        mx.eval(model(asked, cache=listening))
+        model(asked, cache=listening)
     mx.eval([flatten(cache._state)[0] for cache in caches if _takes_part(cache)])
 
 

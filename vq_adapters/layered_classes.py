@@ -7,6 +7,7 @@ import numpy as np
 from vq_adapters.config import KVCacheConfig, Layer
 from vq_adapters.evicting_classes import KEPT_BYTES, BudgetKVCache
 from vq_adapters.group import LayerGroup
+from vq_functional.core.errors import check_int
 
 
 class LayeredKVCache(BudgetKVCache):
@@ -18,6 +19,25 @@ class LayeredKVCache(BudgetKVCache):
         return self._budget()
 
 
+class GroupedKVCache(LayeredKVCache):
+    """Base: layers that tell each other something.
+
+    `coordinator` is the group of a cache list and `layer_id` the place in it; `KVCacheBuilder.for_model` sees to both.
+    Without them the layer stands alone.
+    """
+
+    def __init__(
+        self, config: KVCacheConfig, layer_id: int | None = None, coordinator: LayerGroup | None = None
+    ) -> None:
+        if coordinator is None or layer_id is None:
+            super().__init__(config)
+            return
+        last = min((len(entries) - 1 for entries in config._lists().values()), default=None)
+        check_int(self.method, "layer_id", layer_id, 0, last)
+        super().__init__(config.for_layer(Layer(layer_id, (layer_id if last is None else last) + 1)))
+        self.join(coordinator, layer_id)
+
+
 class PyramidKVCache(LayeredKVCache):
     """The rows that attention has used most, fewer in later layers (`pyramid_budget`, `pyramid_beta`)."""
 
@@ -25,21 +45,14 @@ class PyramidKVCache(LayeredKVCache):
     pyramid_kept_bytes = KEPT_BYTES
 
 
-class SqueezeAttentionCache(LayeredKVCache):
+class SqueezeAttentionCache(GroupedKVCache):
     """The rows that attention has used most, under budgets that layers agree on (`squeeze_budget`, `squeeze_strength`).
 
-    `coordinator` is the group of a cache list and `layer_id` the place in it; `KVCacheBuilder.for_model` sees to both.
+    See `GroupedKVCache` for `layer_id` and `coordinator`.
     """
 
     method = "squeeze"
     squeeze_kept_bytes = KEPT_BYTES
-
-    def __init__(
-        self, config: KVCacheConfig, layer_id: int | None = None, coordinator: LayerGroup | None = None
-    ) -> None:
-        super().__init__(config)
-        if coordinator is not None and layer_id is not None:
-            self.join(coordinator, layer_id)
 
     @property
     def concentration(self) -> float:
@@ -48,24 +61,14 @@ class SqueezeAttentionCache(LayeredKVCache):
         return 0.0 if told is None else float(np.array(told)[0])
 
 
-class ChunkKVCache(LayeredKVCache):
+class ChunkKVCache(GroupedKVCache):
     """Whole chunks of neighbouring tokens (`chunkkv_budget`, `chunkkv_chunk_size`, `chunkkv_reuse_layers`).
 
-    `coordinator` is the group of a cache list and `layer_id` the place in it; `KVCacheBuilder.for_model` sees to both.
-    Without them the layer chooses for itself.
+    See `GroupedKVCache` for `layer_id` and `coordinator`; a layer that stands alone chooses for itself.
     """
 
     method = "chunkkv"
     chunkkv_kept_bytes = KEPT_BYTES
-
-    def __init__(
-        self, config: KVCacheConfig, layer_id: int | None = None, coordinator: LayerGroup | None = None
-    ) -> None:
-        if coordinator is None or layer_id is None:
-            super().__init__(config)
-            return
-        super().__init__(config.for_layer(Layer(layer_id, layer_id + 1)))
-        self.join(coordinator, layer_id)
 
     @property
     def chunk_size(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from vq_adapters.coded_classes import FittedKVCache, TotalKVCache
+from vq_adapters.coded_classes import VALUE_FP16_BYTES, FittedKVCache, TotalKVCache
 from vq_adapters.method_cache import ratio
 from vq_functional.lowrank.head_groups import HeadGroups
 from vq_functional.lowrank.kvtc_stream import SIDES, encoded_codes
@@ -22,11 +22,7 @@ class SVDqKVCache(FittedKVCache):
     """
 
     method = "svdq"
-
-    @property
-    def value_fp16_bytes(self) -> int:
-        """Bytes of the values of all tokens, as they came."""
-        return self.fp16_value_bytes
+    value_fp16_bytes = VALUE_FP16_BYTES
 
     @property
     def rank(self) -> int:

@@ -70,6 +70,17 @@ class MethodKVCache(TransformKVCache):
         return self._rows() * sum(row_bytes(getattr(self._state.rows, side)) for side in sides)
 
 
+# Statistics that several classes have.
+FULL_SEQ_BYTES = property(
+    lambda cache: cache._as_came(cache._tokens(), "key_dim", "value_dim"),
+    doc="Bytes of the keys and values of all tokens seen, as they came.",
+)
+TOKENS_SEEN = property(lambda cache: cache._tokens(), doc="Tokens seen, all heads and batch rows summed.")
+KEEP_RATE = property(
+    lambda cache: ratio(cache.tokens_kept, cache.tokens_total), doc="`tokens_kept` / `tokens_total`; 1.0 while empty."
+)
+
+
 def row_bytes(rows: Iterable[mx.array]) -> int:
     """Bytes of one row of arrays [B, H, C, width]."""
     return sum(math.prod(x.shape[3:]) * x.itemsize for x in rows)

@@ -67,11 +67,17 @@ PREFIX: dict[str, str] = {
 }
 
 _CODED = {"bits": "bit_width_inlier", "seed": "seed"}
+_OUTLIERS = {
+    "n_outlier_channels": "n_outlier_channels",
+    "n_calib_tokens": "n_calib_tokens",
+    "bits_outlier": "bit_width_outlier",
+    "outlier_two_stream": "enable_outlier_two_stream",
+}
 
 # Options whose field has a name of its own.
 RENAMED: dict[str, dict[str, str]] = {
-    "turboquant_prod": {**_CODED, "jl_dim": "jl_dim"},
-    "turboquant_mse": _CODED,
+    "turboquant_prod": {**_CODED, **_OUTLIERS, "jl_dim": "jl_dim"},
+    "turboquant_mse": {**_CODED, **_OUTLIERS},
     "turboquant_rvq": _CODED,
     "polar": _CODED,
     "spectral": _CODED,
@@ -88,7 +94,7 @@ RENAMED: dict[str, dict[str, str]] = {
 # Fields of the configuration itself: no options class holds them.
 OWN = frozenset(
     ("bit_width_inlier", "jl_dim", "seed", "n_sink_tokens", "smooth_factors", "key_codebook", "value_codebook")
-)
+) | {*_OUTLIERS.values()}
 # Fields that several options classes hold and that may be set beside them.
 SHARED = frozenset(("residual_length",))
 

@@ -145,7 +145,9 @@ class DistortionObserver(QuantizationObserver):
                 self._exact.pop(cache, None)
 
     def mean(self) -> dict[str, float]:
-        """Mean errors of all calls, by what they are of."""
+        """Mean errors of all calls, by what they are of; RuntimeError while there are none."""
+        if not self.records:
+            raise RuntimeError("DistortionObserver: `mean` must follow a call of an observed cache")
         fields = ("keys", "values", "products")
         return {field: statistics.fmean(getattr(record, field) for record in self.records) for field in fields}
 

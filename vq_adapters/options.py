@@ -8,13 +8,19 @@ import dataclasses
 from typing import Any
 
 import attrs
+import mlx.core as mx
+import numpy as np
 
 from vq_adapters.documented import DEFAULTS, fields_of, options_of
 from vq_adapters.names import ORDER, OWN, SHARED, name_of
+from vq_functional.core.errors import alike, refusing
 from vq_functional.methods import METHODS
 
 # Methods whose options class holds a shared field that is not among their own.
 _EXTRA = {"vecinfer": ("residual_length",)}
+
+# The options class of each method.
+OPTIONS: dict[str, Any] = {}
 
 
 def annotation(default: Any) -> Any:
@@ -26,6 +32,20 @@ def further_fields(method: str) -> dict[str, str]:
     """Functional options that no documented field holds, and their fields in the method's options class."""
     named = {option: name_of(method, option) for option in options_of(method)}
     return {option: field for option, field in named.items() if field not in ORDER}
+
+
+def same(value: Any, other: Any) -> bool:
+    """Whether two values of a field are equal; arrays are if all their numbers are."""
+    if any(isinstance(x, mx.array | np.ndarray) for x in (value, other)):
+        return type(value) is type(other) and bool(mx.array_equal(mx.array(value), mx.array(other)))
+    return bool(value == other)
+
+
+def equal_fields(one: Any, other: Any) -> bool:
+    """`==` of dataclasses whose fields may be arrays."""
+    if type(one) is not type(other):
+        return NotImplemented
+    return all(same(getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(one))
 
 
 def _options(name: str, *methods: str) -> Any:
@@ -41,7 +61,11 @@ def _options(name: str, *methods: str) -> Any:
             fields[field] = own.type, dataclasses.field(default=own.default, kw_only=True)
     text = f"Options of {' and '.join(methods)}, as KVCacheConfig's flat fields, and by keyword those without one."
     listed = [(field, *rest) for field, rest in fields.items()]
-    return dataclasses.make_dataclass(name, listed, namespace={"__doc__": text, "__module__": __name__})
+    namespace = {"__doc__": text, "__module__": __name__, "__eq__": equal_fields}
+    kind = dataclasses.make_dataclass(name, listed, namespace=namespace)
+    refusing(kind, name, lambda option, known, /, *args, **values: alike(name_of(methods[0], option), known))
+    OPTIONS.update(dict.fromkeys(methods, kind))
+    return kind
 
 
 VecInferOptions = _options("VecInferOptions", "vecinfer")
@@ -89,51 +113,9 @@ TurboQuantRVQOptions = _options("TurboQuantRVQOptions", "turboquant_rvq")
 PolarQuantOptions = _options("PolarQuantOptions", "polar")
 QJLOptions = _options("QJLOptions", "qjl")
 
-OPTIONS: dict[str, Any] = {
-    "vecinfer": VecInferOptions,
-    "kivi": KIVIOptions,
-    "kivi_sink": KIVIOptions,
-    "svdq": SVDqOptions,
-    "kitty": KittyOptions,
-    "adakv": AdaKVOptions,
-    "xquant": XQuantOptions,
-    "kvquant": KVQuantOptions,
-    "palu": PALUOptions,
-    "cachegen": CacheGenOptions,
-    "minicache": MiniCacheOptions,
-    "gear": GEAROptions,
-    "zipcache": ZipCacheOptions,
-    "snapkv": SnapKVOptions,
-    "streaming_llm": StreamingLLMOptions,
-    "h2o": H2OOptions,
-    "tova": TOVAOptions,
-    "pyramidkv": PyramidKVOptions,
-    "squeeze": SqueezeAttentionOptions,
-    "chunkkv": ChunkKVOptions,
-    "cam": CaMOptions,
-    "xkv": XKVOptions,
-    "nsnquant": NSNQuantOptions,
-    "knorm": L2NormOptions,
-    "skvq": SKVQOptions,
-    "qfilters": QFiltersOptions,
-    "keyformer": KeyformerOptions,
-    "morphkv": MorphKVOptions,
-    "kvzip": KVzipOptions,
-    "kvtc": KVTCOptions,
-    "curdkv": CurDKVOptions,
-    "nestedkv": NestedKVOptions,
-    "amc": AMCOptions,
-    "a2ats": A2ATSOptions,
-    "anchorkv": AnchorKVOptions,
-    "rocketkv": RocketKVOptions,
-    "age_tiered": AgeTieredKVOptions,
-    "spectral": SpectralQuantOptions,
-    "turboquant_prod": TurboQuantProdOptions,
-    "turboquant_mse": TurboQuantMSEOptions,
-    "turboquant_rvq": TurboQuantRVQOptions,
-    "polar": PolarQuantOptions,
-    "qjl": QJLOptions,
-}
+# Classes of methods that are not documented go by the names of the functional ones.
+_ADDED = {METHODS[method].options.__name__: method for method in METHODS if method not in OPTIONS}
+globals().update({name: _options(name, method) for name, method in _ADDED.items()})
 
 
 def options_fields(method: str) -> tuple[str, ...]:

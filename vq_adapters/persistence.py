@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,14 +28,15 @@ DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
 def pack(cache: TransformKVCache) -> tuple[mx.array, ...]:
     """Description and leaves; never empty, since mlx_lm drops a layer without arrays."""
-    return (to_bytes(header(cache)), *flatten(cache._state)[0])
+    counters = json.dumps(_counters(cache)).encode()
+    text = b'{"transform": %b, %b' % (_description(cache.transform), counters.removeprefix(b"{"))
+    return (mx.array(np.frombuffer(text, np.uint8)), *flatten(cache._state)[0])
 
 
-def header(cache: TransformKVCache) -> dict[str, Any]:
-    """Everything about a cache that is no array."""
+def _counters(cache: TransformKVCache) -> dict[str, Any]:
+    """Everything about a cache that is no array, but for its transform."""
     return {
         "version": VERSION,
-        "transform": describe(cache.transform),
         "max_tokens": cache.max_tokens,
         "query_heads": cache.query_heads,
         "batched": cache._batched,
@@ -49,7 +51,7 @@ def header(cache: TransformKVCache) -> dict[str, Any]:
 
 def unpack(cache: TransformKVCache, arrays: Sequence[mx.array]) -> None:
     """Make `cache` what `pack` saw; raises QuantizerConfigError and leaves it as it was for anything else."""
-    data = from_bytes(arrays)
+    data = _parsed(arrays)
     try:
         transform = restore(data["transform"])
         fills = [Fill(*counters) for counters in data["fills"]]
@@ -82,12 +84,13 @@ def _check_fills(transform: Transform, fills: list[Fill], state: Any) -> None:
         check(fits, "state", "fills", "must not count past the arrays", numbers)
 
 
-def to_bytes(data: dict[str, Any]) -> mx.array:
-    """JSON as uint8."""
-    return mx.array(np.frombuffer(json.dumps(data).encode(), np.uint8))
+@functools.lru_cache(maxsize=128)
+def _description(transform: Transform) -> bytes:
+    """A transform as JSON; tables make it long, and a state is asked for at every chunk of a prompt."""
+    return json.dumps(describe(transform)).encode()
 
 
-def from_bytes(arrays: Sequence[mx.array]) -> dict[str, Any]:
+def _parsed(arrays: Sequence[mx.array]) -> dict[str, Any]:
     """The description; raises QuantizerConfigError where it is none of ours."""
     try:
         data = json.loads(bytes(arrays[0].tolist()))  # type: ignore[arg-type]

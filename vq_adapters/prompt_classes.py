@@ -7,7 +7,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from vq_adapters.evicting_classes import EvictingKVCache
-from vq_adapters.method_cache import ratio
+from vq_adapters.method_cache import FULL_SEQ_BYTES, KEEP_RATE, TOKENS_SEEN, ratio
 from vq_functional.core.errors import check
 from vq_functional.core.tree import map_leaves
 from vq_functional.hybrid.rocketkv import RocketKV
@@ -17,6 +17,8 @@ class SnapKVKVCache(EvictingKVCache):
     """A prompt compressed by the votes of its last tokens (`snap_budget`, `snap_obs_window`, `snap_n_sink`)."""
 
     method = "snapkv"
+    tokens_total = TOKENS_SEEN
+    keep_rate = KEEP_RATE
 
     @property
     def evicted_key_bytes(self) -> int:
@@ -44,26 +46,19 @@ class SnapKVKVCache(EvictingKVCache):
         return self._rows()
 
     @property
-    def tokens_total(self) -> int:
-        """Tokens seen, all heads summed."""
-        return self._tokens()
-
-    @property
     def eviction_ratio(self) -> float:
         """Full bytes / kept bytes of keys and values; 1.0 while empty."""
         full = self.full_key_bytes + self.full_value_bytes
         return ratio(full, self._held("keys", "values"))
-
-    @property
-    def keep_rate(self) -> float:
-        """`tokens_kept` / `tokens_total`; 1.0 while empty."""
-        return ratio(self.tokens_kept, self.tokens_total)
 
 
 class RocketKVKVCache(EvictingKVCache):
     """A share of each prompt, read page by page with the hook (`rocketkv_compression_ratio`, `rocketkv_obs_window`)."""
 
     method = "rocketkv"
+    full_fp16_bytes_total = FULL_SEQ_BYTES
+    tokens_total = TOKENS_SEEN
+    keep_rate = KEEP_RATE
 
     @property
     def _rocket(self) -> RocketKV:
@@ -81,11 +76,6 @@ class RocketKVKVCache(EvictingKVCache):
         return 2 * self._as_came(pages, "key_dim")
 
     @property
-    def full_fp16_bytes_total(self) -> int:
-        """Bytes of the keys and values of all tokens seen, as they came."""
-        return self.full_seq_bytes
-
-    @property
     def compression_ratio(self) -> float:
         """Full bytes / bytes of kept rows and pages; 1.0 while empty."""
         return ratio(self.full_seq_bytes, self.stage1_bytes + self.stage2_aux_bytes)
@@ -94,16 +84,6 @@ class RocketKVKVCache(EvictingKVCache):
     def tokens_kept(self) -> int:
         """Rows kept, all heads summed."""
         return self._rows()
-
-    @property
-    def tokens_total(self) -> int:
-        """Tokens seen, all heads summed."""
-        return self._tokens()
-
-    @property
-    def keep_rate(self) -> float:
-        """`tokens_kept` / `tokens_total`; 1.0 while empty."""
-        return ratio(self.tokens_kept, self.tokens_total)
 
     @property
     def stage1_ratio(self) -> float:

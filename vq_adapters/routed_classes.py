@@ -6,7 +6,7 @@ import math
 from typing import Any, cast
 
 from vq_adapters.coded_classes import PackedKVCache, TotalKVCache
-from vq_adapters.method_cache import ratio
+from vq_adapters.method_cache import TOKENS_SEEN, ratio
 from vq_functional.core.codec import PlainCodec
 from vq_functional.hybrid.amc import AMCBlocks, tier_counts
 from vq_functional.hybrid.amc_tiers import TiersCodec
@@ -147,21 +147,13 @@ class AMCKVCache(TotalKVCache):
     """
 
     method = "amc"
+    tokens_seen = TOKENS_SEEN
+    tokens_kept = TOKENS_SEEN
 
     @property
     def amc_kept_bytes(self) -> int:
         """Bytes of the tokens that are held, those that are exact included; room that is not filled is not counted."""
         return self._total()
-
-    @property
-    def tokens_seen(self) -> int:
-        """All heads and batch rows summed."""
-        return self._tokens()
-
-    @property
-    def tokens_kept(self) -> int:
-        """Same as `tokens_seen`."""
-        return self._tokens()
 
     @property
     def tokens_high(self) -> int:

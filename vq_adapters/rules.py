@@ -7,18 +7,14 @@ from typing import Any
 
 from vq_adapters.documented import METHOD_NAMES
 from vq_adapters.observers import check_observers
-from vq_functional.core.errors import check, check_choice, check_int
+from vq_functional.core.errors import check, check_choice, check_int, check_seed
 from vq_functional.core.spec import FLOATS
 
 Rule = Callable[[str, str, Any], None]
 
 
 def _whole(low: int, high: int | None = None, optional: bool = False) -> Rule:
-    def rule(method: str, field: str, value: Any) -> None:
-        if not (optional and value is None):
-            check_int(method, field, value, low, high)
-
-    return rule
+    return lambda method, field, value: check_int(method, field, value, low, high, optional)
 
 
 def _bits(method: str, field: str, value: Any) -> None:
@@ -57,7 +53,7 @@ RULES: dict[str, Rule] = {
     "enable_vectorized_attend": _one_of(True, False),
     "enable_outlier_two_stream": _one_of(True, False),
     "enable_fused_query_dot": _one_of(True, False),
-    "seed": _whole(0),
+    "seed": lambda method, field, value: check_seed(method, value),
     "dtype": _dtype,
     "capacity": _whole(1, optional=True),
     "sliding_window": _whole(1, optional=True),

@@ -110,6 +110,8 @@ class SettlingState(CountedState):
         else:
             self._state = self._settled(asked, call.lengths, proxy)
             self._fills = self._advance(self.transform.settled, call.counts)
+            if call.keys.shape[2] > 1:
+                self._state = self.transform.narrowed(self._state, self._fills)
         self._unsettled = None
 
     def _observed(self, asked: mx.array, lengths: mx.array | None, proxy: bool) -> Any:

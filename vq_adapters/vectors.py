@@ -20,8 +20,9 @@ from vq_functional.core.spec import KVSpec
 from vq_functional.core.store import RowStore
 from vq_functional.core.table import Table
 from vq_functional.core.transform import Transform
-from vq_functional.core.tree import flatten
+from vq_functional.core.tree import flatten, nbytes
 from vq_functional.evict.sliding_window import Ring
+from vq_functional.quantize.blocks import Blocks
 
 
 class KVCache(abc.ABC):
@@ -58,13 +59,13 @@ class KVCache(abc.ABC):
 
 
 class VectorKVCache(KVCache):
-    """A transform whose rows stand alone, over one head of one sequence.
+    """A transform that keeps every row, over one head of one sequence.
 
     Keys wait for their values in the order they came. `window`: at most so
-    many tokens are held, and the oldest gives way.
+    many tokens are held, and the oldest gives way; for rows that stand alone.
     """
 
-    def __init__(self, store: RowStore, head_dim: int, window: int | None = None) -> None:
+    def __init__(self, store: RowStore | Blocks, head_dim: int, window: int | None = None) -> None:
         self.store, self.head_dim, self.window = store, head_dim, window
         self.observers: tuple[QuantizationObserver, ...] = getattr(self, "observers", ())
         self._transform: Transform = store if window is None else in_window(store, window)
@@ -101,7 +102,8 @@ class VectorKVCache(KVCache):
         if self._cache.empty():
             return 0
         state = self._cache._settled_state()
-        return len(self) * (row_bytes(state.rows.keys) + row_bytes(state.rows.values))
+        keys, values = self._transform.parts(state, self._cache._fills[0])
+        return sum(nbytes(part.rows) for part in (*keys, *values))
 
     def reset(self) -> None:
         self._cache = TransformKVCache(self._transform)
@@ -143,11 +145,17 @@ class _ConfiguredKVCache(VectorKVCache):
         transform = config.transform()
         self.observers = tuple(config.observers)
         store = transform.store if isinstance(transform, Ring) else transform
+        alone = config.capacity is None or isinstance(store, RowStore)
+        check(alone, config.method, "capacity", "is only for rows that stand alone", config.capacity)
         super().__init__(store, config.head_dim, min(bounds, default=None))  # type: ignore[arg-type]
 
 
 class TurboQuantKVCache(_ConfiguredKVCache):
-    """Keys as rotated scalar codes (`bit_width_inlier`, `seed`), values in 8 bits."""
+    """Keys as rotated scalar codes (`bit_width_inlier`, `seed`), values in 8 bits.
+
+    Outlier channels of keys apart by `n_outlier_channels`, `n_calib_tokens`,
+    `bit_width_outlier` and `enable_outlier_two_stream`, without a window.
+    """
 
     methods = ("turboquant_prod", "turboquant_mse")
 

@@ -12,7 +12,7 @@ from vq_functional.codebook.turboquant_mse import TurboQuantMSEOptions, turboqua
 from vq_functional.codebook.turboquant_prod import TurboQuantProdOptions, turboquant_prod
 from vq_functional.codebook.turboquant_rvq import TurboQuantRVQOptions, turboquant_rvq
 from vq_functional.codebook.vecinfer import VecInferOptions, vecinfer
-from vq_functional.core.errors import QuantizerConfigError
+from vq_functional.core.errors import check_choice, refusing
 from vq_functional.core.transform import Transform
 from vq_functional.crosslayer.minicache import MiniCacheOptions, minicache
 from vq_functional.crosslayer.xkv import XKVOptions, xkv
@@ -57,7 +57,7 @@ from vq_functional.quantize.zipcache import ZipCacheOptions, zipcache
 class Method:
     """One row. Traits select the laws that a method must obey:
 
-    evicts          gives up rows; the rest is bit-equal to what came
+    evicts          gives up rows; the rest stays as it was first held, but for `folds`
     uses_queries    has a rule for real queries beside the one for keys alone
     packs           holds codes
     chunk_invariant one-shot prefill equals any chunking, bit for bit
@@ -88,7 +88,7 @@ class Method:
 
 
 def _row(name: str, options: type, build: Callable[..., Transform], paper: str, traits: str) -> Method:
-    return Method(name, options, build, paper, frozenset(traits.split()))
+    return Method(name, refusing(options, name), build, paper, frozenset(traits.split()))
 
 
 _CODES = "packs chunk_invariant attends_codes"
@@ -144,6 +144,5 @@ METHODS = {method.name: method for method in TABLE}
 
 def find(name: str) -> Method:
     """The row of a method; raises QuantizerConfigError for a name that isn't in the table."""
-    if name not in METHODS:
-        raise QuantizerConfigError(f"methods: `method` must be one of {sorted(METHODS)}; got {name!r}")
+    check_choice("methods", "method", name, tuple(METHODS))
     return METHODS[name]

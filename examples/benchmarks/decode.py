@@ -26,6 +26,7 @@ from openblas import use_openblas
 
 use_openblas()
 
+import attrs
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
@@ -40,6 +41,7 @@ from measuring import (
     load_model,
     machine,
     plain_bytes,
+    positive,
     prefill,
     resident_bytes,
     step,
@@ -64,9 +66,10 @@ from vq_functional.core.store import RowStore
 
 START = 1000  # of the slice of prose
 BUDGET = 128
-EVICTING = (
-    *("h2o", "snapkv", "tova", "pyramidkv", "squeeze", "chunkkv", "cam", "knorm"),
-    *("qfilters", "keyformer", "morphkv", "kvzip", "curdkv", "nestedkv"),
+EVICTING = tuple(
+    name
+    for name, method in vq.METHODS.items()
+    if "evicts" in method.traits and "budget" in attrs.fields_dict(method.options)
 )
 SHOWN = ("kivi", "turboquant_rvq", "turboquant_mse", "qjl")  # quantizers that have rows of their own
 QUANTIZING = tuple(name for name, method in vq.METHODS.items() if "evicts" not in method.traits and name not in SHOWN)
@@ -334,10 +337,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default=SMOLLM2, help="name or path for mlx_lm's load (default: %(default)s)")
     parser.add_argument("--methods", default="", metavar="REGEX", help='only the rows that match, such as "h2o.*hook"')
-    parser.add_argument("--prompt", type=int, default=512, help="tokens before the steps (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=128, help="one-token steps (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="runs that times are medians of (default: %(default)s)")
-    parser.add_argument("--threads", type=int, help="threads of OpenBLAS (default: its own choice)")
+    parser.add_argument("--prompt", type=positive, default=512, help="tokens before the steps (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=128, help="one-token steps (default: %(default)s)")
+    parser.add_argument("--repeats", type=positive, default=5, help="runs to take medians of (default: %(default)s)")
+    parser.add_argument("--threads", type=positive, help="threads of OpenBLAS (default: its own choice)")
     parser.add_argument("--csv", type=Path, metavar="PATH", help="also write the results here")
     parser.add_argument("--scores", action="store_true", help="no times: the plain caches run once for all rows")
     parser.add_argument("--peak", action="store_true", help=f"peak memory over {PEAK_STEPS} steps, and nothing else")

@@ -29,7 +29,7 @@ from mlx_lm.generate import batch_generate
 from mlx_lm.models.cache import KVCache
 
 import vq_functional as vq
-from measuring import load_model, machine, table_head, table_line
+from measuring import load_model, machine, positive, table_head, table_line
 from prose import token_slice
 from vq_adapters import KVCacheBuilder, KVCacheConfig, TransformKVCache, install_attention
 
@@ -129,9 +129,9 @@ def batch_ratios(model: Any, tokenizer: Any, method: str, size: int, repeats: in
 def main(argv: Sequence[str] | None = None) -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--batch", type=int, default=8, help="requests at a time (default: %(default)s)")
+    parser.add_argument("--batch", type=positive, default=8, help="requests at a time (default: %(default)s)")
     parser.add_argument("--methods", nargs="*", default=["kivi"], help="for the batch (default: kivi)")
-    parser.add_argument("--repeats", type=int, default=3, help="runs that the batch is the median of")
+    parser.add_argument("--repeats", type=positive, default=3, help="runs that the batch is the median of")
     args = parser.parse_args(argv)
     print(f"{machine()}; {LAYERS} layers, {KV_HEADS} heads of {DIM}, {HELD} to {HELD + STEPS} tokens held\n")
     print(table_head(["caches", "us a layer and step", "more than mlx_lm's"]), flush=True)

@@ -389,6 +389,22 @@ def test_left_padding_leaves_no_trace(name: str, chunks: tuple[int, ...]) -> Non
     same_steps(batch, singles, 20)
 
 
+def test_a_single_column_of_padding_takes_no_row() -> None:
+    """Of a batch one sequence is full and has no token in the last call, which has one for the other."""
+    transform = vq.snapkv(budget=64, n_sink=0, obs_window=4)
+    fed, rows = TransformKVCache(transform), mx.random.normal((1, 2, 64, 16), key=mx.random.key(0))
+    fed.update_and_fetch(rows[:, :, :60], rows[:, :, :60])
+    batch = TransformKVCache.merge([TransformKVCache(transform), fed])
+    batch.prepare(lengths=[5, 4], right_padding=[0, 1])
+    for n in (4, 1):
+        both = mx.concatenate([rows[:, :, :n], rows[:, :, 60 : 60 + n]], axis=0)
+        batch.update_and_fetch(both, both)
+    batch.finalize()
+    single = batch.extract(1)
+    assert single.size() == 64
+    assert mx.array_equal(single.keys_and_values()[0], rows)
+
+
 def test_a_window_takes_nothing_from_a_call_of_padding() -> None:
     cache = TransformKVCache(vq.sliding_window(window_size=16)).to_batch([14])
     cache.update_and_fetch(*[mx.full((1, HEADS, 5, DIM), 100.0)] * 2)
@@ -524,3 +540,18 @@ def test_a_batch_refuses_a_call_of_another_size() -> None:
     batch = merged([fed(TRANSFORMS["h2o"], Request(seed), 8) for seed in range(2)])
     with pytest.raises(vq.QuantizerConfigError, match="batch rows"):
         batch.update_and_fetch(*[mx.zeros((3, HEADS, 1, DIM))] * 2)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", ["h2o", "kivi"])
+def test_rows_that_are_not_there_are_refused(name: str, rows: int) -> None:
+    """By padded prompts and by `filter`, which change nothing then."""
+    singles = [fed(TRANSFORMS[name], Request(seed), 8 + seed) for seed in range(rows)]
+    batch = merged(singles)
+    for cache in (batch, singles[0].cache):
+        with pytest.raises(vq.QuantizerConfigError, match=rf"^{name}: `lengths` must have \d batch rows; got "):
+            cache.prepare(lengths=[3, 4, 5], right_padding=[2, 1, 0])
+    for keep in ([], [rows], [0, -rows - 1], mx.array([], mx.int32)):
+        with pytest.raises(vq.QuantizerConfigError, match=f"^{name}: `keep` must name some of the {rows} batch rows"):
+            batch.filter(keep)
+    same_steps(batch, singles, 2)

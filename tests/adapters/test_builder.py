@@ -1,6 +1,7 @@
 """The factory, the fluent builder, the cache list of a model, and the report on it."""
 
 import copy
+import re
 import warnings
 from typing import Any
 
@@ -26,6 +27,7 @@ from vq_adapters import (
     TurboQuantKVCache,
     TurboQuantRVQKVCache,
     attention_hook,
+    install_attention,
     report,
 )
 from vq_adapters.architecture import attentions, head_dim
@@ -186,7 +188,8 @@ class TestFluent:
             (KVCacheBuilder().with_method("kivi").with_sliding_window(4), "sliding_window"),
             (KVCacheBuilder().with_method("kivi").with_artifact_store(object()), "store"),
             (KVCacheBuilder().with_method("kivi").with_bit_width(2, outlier=3), "bit_width_outlier"),
-            (KVCacheBuilder().with_method("turboquant_mse").with_n_outlier_channels(4), "n_outlier_channels"),
+            (KVCacheBuilder().with_method("turboquant_mse").with_n_outlier_channels(128), "n_outlier_channels"),
+            (KVCacheBuilder().with_method("turboquant_mse").with_n_calib_tokens(64), "n_calib_tokens"),
             (KVCacheBuilder().with_method("polar").with_n_outlier_channels(128), "n_outlier_channels"),
             (KVCacheBuilder().with_method("kivi").with_bit_width([2, 4]), "bit_width_inlier"),
         ],
@@ -206,7 +209,7 @@ class TestForModel:
     @every_method
     def test_every_method_serves_every_layer(self, method):
         """The caches are those that the configuration's transforms make, one layer after the other."""
-        model, config = build("llama"), KVCacheConfig(method=method, spectral_val_d_eff=16)
+        model, config = build("llama"), configured(method=method, spectral_val_d_eff=16)
         caches = KVCacheBuilder.for_model(model, config)
         layers = [
             Layer(index=index, count=2, number=index, rope=rope_of(attention), stack=stack, member=member)
@@ -359,10 +362,26 @@ class TestForModel:
         with pytest.raises(QuantizerConfigError, match="`head_dim`"):
             KVCacheBuilder.for_model(model, KVCacheConfig(method="turboquant_mse"))
 
-    @pytest.mark.parametrize("config", [None, "h2o", vq.h2o_policy()])
-    def test_takes_configurations_and_transforms(self, config):
-        with pytest.raises(QuantizerConfigError, match="for_model: `config`"):
+    @pytest.mark.parametrize(
+        ("config", "instead"),
+        [
+            (None, "; got None"),
+            ("h2o", ", such as KVCacheConfig(method='h2o'); got 'h2o'"),
+            (vq.h2o_policy(), ", such as chain(policy, rows()); got H2OPolicy"),
+        ],
+        ids=str,
+    )
+    def test_takes_configurations_and_transforms(self, config, instead):
+        rule = re.escape(f"for_model: `config` must be a KVCacheConfig or a Transform{instead}")
+        with pytest.raises(QuantizerConfigError, match=f"^{rule}"):
             KVCacheBuilder.for_model(build("llama"), config)
+
+    @pytest.mark.parametrize("model", ["llama", KVCacheConfig(), []], ids=str)
+    def test_takes_models(self, model):
+        with pytest.raises(QuantizerConfigError, match=r"^for_model: `model` must be a model of mlx; got"):
+            KVCacheBuilder.for_model(model, build("llama"))
+        with pytest.raises(QuantizerConfigError, match=r"^install_attention: `model` must be a model of mlx; got"):
+            install_attention(model)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import importlib
 import operator
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,15 @@ from vq_adapters import (
 )
 from vq_adapters.architecture import attentions
 from vq_adapters.artifacts import FileArtifactStore
-from vq_adapters.calibration import CALIBRATORS, Captured, calibrate, capture, fingerprint, load_calibration
+from vq_adapters.calibration import (
+    CALIBRATORS,
+    Captured,
+    calibrate,
+    calibration_name,
+    capture,
+    fingerprint,
+    load_calibration,
+)
 from vq_adapters.rotation import rope_of
 from vq_functional.codebook.spectral import spectral
 from vq_functional.codebook.spectral_basis import SpectralBasis, spectral_calibrate
@@ -322,6 +331,33 @@ def test_a_store_is_asked_first(store: FileArtifactStore, reads: list[int]) -> N
     assert len(list(store.folder.iterdir())) == 3
 
 
+@pytest.mark.parametrize(
+    ("method", "options", "others"),
+    [
+        ("a2ats", {"query_h": np.eye(8)}, [mx.eye(8), Table.of(np.eye(8))]),
+        ("vecinfer", {"smooth_factors": np.ones(32), "rounds": 1}, [mx.ones(32)]),
+    ],
+)
+def test_arrays_are_options_too(
+    method: str, options: dict[str, Any], others: list[Any], store: FileArtifactStore, reads: list[int]
+) -> None:
+    """In a store they are what their numbers are."""
+    model, name = shared("llama"), next(iter(options))
+    first = calibrate(model, None, TEXTS, method, store=store, **options)
+    for other in others:
+        assert all(map(same, first, calibrate(model, None, [], method, store=store, **{**options, name: other})))
+    assert len(reads) == 1
+    twice = {**options, name: 2 * options[name]}
+    assert calibration_name("model", twice) != calibration_name("model", options)
+    assert len(list(store.folder.iterdir())) == 1
+
+
+def test_a_name_tells_large_arrays_apart() -> None:
+    x = np.zeros((50, 50))
+    y = np.where(np.arange(50) == 25, 1, x)
+    assert calibration_name("model", {"query_h": mx.array(x)}) != calibration_name("model", {"query_h": mx.array(y)})
+
+
 def test_tables_of_another_model_are_refused(store: FileArtifactStore, reads: list[int]) -> None:
     calibrate(shared("llama"), None, TEXTS, store=store, model_name="mine")
     before = {path: path.read_bytes() for path in store.folder.iterdir()}
@@ -362,7 +398,9 @@ def test_a_fingerprint_follows_the_weights() -> None:
 @pytest.mark.parametrize(
     "options, field",
     [
-        ({"method": "kivi"}, "method"),
+        ({"method": "kivi"}, "method` needs no calibration; those that do are ('spectral', "),
+        ({"method": "spectre"}, "method` must be one of ("),
+        ({"rule": object}, "options"),
         ({"rules": 1}, "options"),
         ({"group_size": 2}, "options"),
         ({"rule": "best"}, "rule"),
@@ -372,7 +410,7 @@ def test_a_fingerprint_follows_the_weights() -> None:
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], field: str, store: FileArtifactStore) -> None:
-    with pytest.raises(QuantizerConfigError, match=f"`{field or 'model_name'}`"):
+    with pytest.raises(QuantizerConfigError, match=re.escape(f"`{field or 'model_name'}")):
         calibrate(shared("llama"), None, TEXTS, store=store, **options)
     assert list(store.folder.iterdir()) == []
 

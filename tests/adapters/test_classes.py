@@ -12,6 +12,7 @@ import pytest
 from configs import CALLS, CONFIGS, DV, EMPTY, READ_BACK, B, D, H, counted, feed, leaves_equal, rows, statistics
 
 import vq_adapters
+import vq_functional as vq
 from vq_adapters import KVCache, QuantizerConfigError, TransformKVCache
 from vq_adapters.classes import CLASSES
 
@@ -68,6 +69,26 @@ class TestDocumented:
         else:
             assert not hasattr(kind, "merge")
             assert "merge" not in DOCUMENTED[name]["properties"]
+
+
+@pytest.mark.parametrize("wrong", ["kivi", CONFIGS[CLASSES["kivi"]], vq.h2o_policy(), None], ids=type)
+def test_a_cache_is_of_a_transform(wrong):
+    rule = r"^TransformKVCache: `transform` must be a Transform, such as kivi\(bits=4\); got "
+    with pytest.raises(QuantizerConfigError, match=rule):
+        TransformKVCache(wrong)
+
+
+@classes
+def test_a_cache_tells_what_it_is(kind):
+    """In a batch by its rows; to look at it changes nothing."""
+    cache = kind(CONFIGS[kind])
+    assert repr(cache) == f"{kind.__name__}({kind.method}, 0 tokens, 0 bytes)"
+    cache.update_and_fetch(*rows(12))
+    before = cache._unsettled
+    assert repr(cache).startswith(f"{kind.__name__}({kind.method}, {' + '.join(['12'] * B)} tokens, ")
+    assert cache._unsettled is before
+    held = cache.nbytes
+    assert repr(cache).endswith(f", {held} bytes)")
 
 
 def test_names_of_the_same():

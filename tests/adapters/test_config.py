@@ -18,7 +18,7 @@ import pytest
 import vq_adapters
 import vq_functional as vq
 from vq_adapters import KVCacheConfig, QuantizerConfigError, TransformKVCache
-from vq_adapters.config import CALIBRATED, NO_EFFECT, SPEED_FIELDS, Layer
+from vq_adapters.config import CALIBRATED, IDLE, NO_EFFECT, SPEED_FIELDS, Layer
 from vq_adapters.documented import CONFIG_FIELDS, METHOD_NAMES, fields_of, options_of
 from vq_adapters.names import ORDER, OWN, SHARED, field_of
 from vq_adapters.options import OPTIONS, further_fields, options_fields
@@ -30,6 +30,11 @@ PAGES = Path(__file__).parents[2] / "docs" / "methods"
 DOCUMENTED = json.loads(Path(__file__).with_name("documented_parameters.json").read_text())
 
 
+def page(method: str) -> str:
+    """The text of a method's page."""
+    return (PAGES / f"{method}.md").read_text()
+
+
 def plain(value: Any) -> Any:
     """A default as the documentation's data writes it."""
     if isinstance(value, dict):
@@ -39,6 +44,12 @@ def plain(value: Any) -> Any:
 
 PARAMETERS = {name: plain(default) for name, default in DOCUMENTED["parameters"]}
 
+OUTLIERS = {
+    "n_outlier_channels": 8,
+    "n_calib_tokens": 100,
+    "bit_width_outlier": 3,
+    "enable_outlier_two_stream": True,
+}
 # A value other than the default for every built method's documented fields.
 OTHER: dict[str, dict[str, Any]] = {
     "anchorkv": {
@@ -192,7 +203,7 @@ OTHER: dict[str, dict[str, Any]] = {
         "age_bits_old": 1,
         "age_group_size": 64,
     },
-    "turboquant_prod": {"bit_width_inlier": 3, "jl_dim": 256, "seed": 5},
+    "turboquant_prod": {"bit_width_inlier": 3, "jl_dim": 256, "seed": 5, **OUTLIERS},
     "polar": {"bit_width_inlier": 3, "seed": 5},
     "streaming_llm": {"stream_n_sink": 3, "stream_window_size": 100},
     "h2o": {"h2o_budget": 64, "h2o_n_sink": 3, "h2o_grace": 5, "h2o_decay": 0.5, "h2o_rope_base": 1e6},
@@ -269,7 +280,7 @@ OTHER: dict[str, dict[str, Any]] = {
         "rocketkv_n_sink": 3,
     },
     "kivi": {"bit_width_inlier": 4, "kivi_group_size": 64, "residual_length": 96},
-    "turboquant_mse": {"bit_width_inlier": 3, "seed": 5},
+    "turboquant_mse": {"bit_width_inlier": 3, "seed": 5, **OUTLIERS},
     "turboquant_rvq": {"bit_width_inlier": 3, "seed": 5},
     "qjl": {"jl_dim": 256, "seed": 5},
     "spectral": {
@@ -451,6 +462,8 @@ BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("cachegen", "layers"): {"layer": 3},
     ("polar", "bits_v"): {"polar_values": True},
 }
+# Methods whose rows stand alone, so that a window can be laid over them.
+ROWS_ALONE = ["turboquant_mse", "turboquant_rvq", "turboquant_prod", "qjl", "polar", "spectral", "vecinfer"]
 # Another way of computing the same.
 SPEED: dict[str, Any] = {
     "enable_vectorized_attend": False,
@@ -506,12 +519,24 @@ class TestSignature:
         assert (config.method, config.head_dim, config.bit_width_inlier) == ("turboquant_mse", 64, 3)
 
     def test_methods(self):
-        assert tuple(DOCUMENTED["methods"]) == METHOD_NAMES
-        assert set(METHODS) <= set(METHOD_NAMES)
+        assert METHOD_NAMES[: len(DOCUMENTED["methods"])] == tuple(DOCUMENTED["methods"])
+        assert set(METHOD_NAMES) == set(METHODS)
 
-    def test_unknown_names_are_refused(self):
-        with pytest.raises(TypeError, match="h2o_budgets"):
-            KVCacheConfig(h2o_budgets=3)
+    @pytest.mark.parametrize(
+        ("make", "wanted"),
+        [
+            (lambda: KVCacheConfig(h2o_budgets=3), "KVCacheConfig: `h2o_budgets` .*; did you mean h2o_budget or"),
+            (lambda: KVCacheConfig(method="kivi", bits=3), "KVCacheConfig: `bits` .*; did you mean bit_width_inlier"),
+            (lambda: KVCacheConfig("snapkv", budgets=3), "KVCacheConfig: `budgets` .*; did you mean snap_budget or"),
+            (lambda: KVCacheConfig(method="kivi", kivi_bits_k=4), r".*; write options=KIVIOptions\(kivi_bits_k=...\)"),
+            (lambda: vq_adapters.H2OOptions(budget=3), "H2OOptions: `budget` .*; did you mean h2o_budget?"),
+            (lambda: vq.kivi(bit=3), "kivi: `bit` must be a known option; did you mean bits or bits_v or bits_k"),
+            (lambda: vq.h2o_policy(xyz=3), "h2o: `xyz` must be a known option; got 3"),
+        ],
+    )
+    def test_unknown_names_are_refused_and_like_ones_told(self, make, wanted):
+        with pytest.raises(QuantizerConfigError, match=f"^{wanted}"):
+            make()
 
 
 class TestMaxTokens:
@@ -541,7 +566,7 @@ def test_an_entry_of_a_list_of_bits_is_final():
 
 
 class TestNames:
-    @pytest.mark.parametrize("method", DOCUMENTED["methods"])
+    @pytest.mark.parametrize("method", METHOD_NAMES)
     def test_defaults_agree_wherever_a_field_comes_from(self, method):
         assert {field: PARAMETERS[field] for field in fields_of(method)} == fields_of(method)
 
@@ -587,7 +612,7 @@ class TestOptions:
             *DOCUMENTED["options_classes"],
             *(OPTIONS[method].__name__ for method in undocumented),
         }
-        for kind in OPTIONS.values():
+        for kind in (OPTIONS[method] for method in DOCUMENTED["methods"]):
             assert getattr(vq_adapters, kind.__name__) is kind
             assert kind.__name__ in vq_adapters.__all__
 
@@ -673,7 +698,7 @@ class TestFurtherOptions:
         assert len(set(fields.values())) == len(fields)
         assert not set(fields.values()) & set(ORDER)
 
-    @pytest.mark.parametrize("method", METHOD_NAMES)
+    @pytest.mark.parametrize("method", DOCUMENTED["methods"])
     def test_each_arrives(self, method):
         values = further(method)
         assert set(values) == set(further_fields(method))
@@ -694,7 +719,7 @@ class TestFurtherOptions:
 
     @pytest.mark.parametrize("method", METHOD_NAMES)
     def test_the_method_s_page_names_them(self, method):
-        named = re.search(r"\nOnly in `options=(\w+)\(\.\.\.\)`: (.*?)\.\n", (PAGES / f"{method}.md").read_text(), re.S)
+        named = re.search(r"\nOnly in `options=(\w+)\(\.\.\.\)`: (.*?)\.\n", page(method), re.S)
         if not further_fields(method):
             assert named is None
         else:
@@ -827,8 +852,28 @@ class TestWarnings:
         quiet(method="qjl", jl_dim=64, seed=7, head_dim=64, sliding_window=9)
 
     def test_a_field_of_another_method(self):
-        with pytest.warns(DeprecationWarning, match=r"`tova_budget`.*TOVAOptions.*no effect on h2o"):
+        with pytest.warns(UserWarning, match="`tova_budget` has no effect on h2o") as caught:
             KVCacheConfig(method="h2o", tova_budget=3)
+        assert [warning.filename for warning in caught] == [__file__]
+
+    @pytest.mark.parametrize("field", IDLE)
+    def test_a_field_that_is_documented_to_change_nothing(self, field):
+        (method,) = (name for name in METHOD_NAMES if field in fields_of(name))
+        value, kind = OTHER[method][field], OPTIONS[method]
+        for given in ({field: value}, {"options": kind(**{field: value})}):
+            with pytest.warns(UserWarning, match=f"`{field}` has no effect on {method}") as caught:
+                config = KVCacheConfig(method=method, **given)
+            assert len(caught) == 1 and config.transform() == METHODS[method].build()
+
+    def test_the_pages_name_the_fields_that_change_nothing(self):
+        """Those that choose a way of computing are among them."""
+        rows = {method: re.findall(r"^\| `(\w+)` .*without effect", page(method), re.M) for method in METHOD_NAMES}
+        named = {field_of(method, option) for method, options in rows.items() for option in options}
+        assert set(IDLE) <= named <= {*IDLE, *SPEED_FIELDS}
+
+    def test_a_field_of_the_options_class_that_the_method_has_no_use_for(self):
+        with pytest.warns(UserWarning, match="`residual_length` has no effect on vecinfer"):
+            KVCacheConfig(method="vecinfer", options=vq_adapters.VecInferOptions(residual_length=3))
 
     def test_a_shared_field_that_the_method_has_no_use_for(self):
         with pytest.warns(UserWarning, match="`bit_width_inlier` has no effect on h2o"):
@@ -853,6 +898,17 @@ class TestCopies:
     def test_replace_checks(self):
         with pytest.raises(QuantizerConfigError, match="`head_dim`"):
             dataclasses.replace(KVCacheConfig(), head_dim=0)
+
+    @pytest.mark.parametrize("array", [np.array, lambda x: mx.array(x).astype(mx.bfloat16)], ids=["numpy", "mlx"])
+    def test_arrays_are_compared_by_their_numbers(self, array):
+        def made(x: Any, **values: Any) -> KVCacheConfig:
+            return configured(method="a2ats", options=vq_adapters.A2ATSOptions(a2ats_query_h=array(x)), **values)
+
+        assert made(np.eye(8)) == made(np.eye(8)) == dataclasses.replace(made(np.eye(8)))
+        assert made(np.eye(8)).options == made(np.eye(8)).options
+        changed = made(2 * np.eye(8)), made(np.ones((2, 8, 8))), made(np.eye(8), seed=1)
+        for other in (*changed, configured(method="a2ats"), None):
+            assert made(np.eye(8)) != other and other != made(np.eye(8))
 
     def test_copy_and_pickle(self):
         config = quiet(method="qjl", jl_dim=64)
@@ -958,8 +1014,8 @@ class TestTransform:
     def test_defaults_are_the_functional_ones(self, method):
         assert quiet(method=method.name).transform() == method.build()
 
-    def test_every_built_method_is_checked(self):
-        assert set(OTHER) == set(METHODS)
+    def test_every_documented_method_is_checked(self):
+        assert set(OTHER) == {method for method in METHODS if fields_of(method)}
 
     @pytest.mark.filterwarnings("ignore:cam")
     @pytest.mark.parametrize("method", OTHER)
@@ -976,6 +1032,8 @@ class TestTransform:
         config = quiet(method=method, seed=7)
         assert config.for_layer(Layer(index=1, number=3)).transform() == METHODS[method].build(seed=10)
         assert config.seed == 7
+        last = quiet(method=method, seed=2**32 - 1).for_layer(Layer(index=1, number=3))
+        assert last.transform() == METHODS[method].build(seed=2)
 
     @pytest.mark.parametrize("method", ["h2o", "kivi", "snapkv", "streaming_llm"])
     def test_layers_without_a_seed_are_alike(self, method):
@@ -1013,10 +1071,24 @@ class TestTransform:
         plain = vq.sliding_window(window_size=9, key=rows.key, value=rows.value)
         assert attrs.evolve(plain, name=transform.name, store=rows) == transform
 
-    @pytest.mark.parametrize("method", ["kivi", "h2o", "snapkv", "streaming_llm"])
+    @pytest.mark.parametrize("method", [name for name in METHODS if name not in ROWS_ALONE])
     def test_sliding_window_is_refused_by_name(self, method):
         with pytest.raises(QuantizerConfigError, match=f"{method}: `sliding_window`"):
-            KVCacheConfig(method=method, sliding_window=9)
+            configured(method=method, sliding_window=9)
+
+    @pytest.mark.parametrize("method", ROWS_ALONE)
+    def test_rows_that_stand_alone_have_a_window(self, method):
+        assert configured(method=method, sliding_window=9).transform().window == 9
+
+    def test_a_store_is_for_models(self):
+        """Whoever makes one cache, by whichever class, is told that the store isn't read."""
+        config = configured(method="palu", store=object())
+        for make in (KVCacheConfig.transform, vq_adapters.PALUKVCache, vq_adapters.KVCacheFactory.create):
+            with pytest.raises(QuantizerConfigError, match="palu: `store` is for `for_model`"):
+                make(config)
+        config = configured(method="spectral", store=object())
+        with pytest.raises(QuantizerConfigError, match="spectral: `store` is for `for_model`"):
+            vq_adapters.KVCacheFactory.create(config)
 
 
 class TestStorageDtype:
@@ -1046,7 +1118,7 @@ class TestStorageDtype:
         transform = quiet(method="turboquant_rvq", dtype=mx.float16, sliding_window=8).transform()
         assert transform.store.value == vq.PlainCodec("float16")
 
-    @pytest.mark.parametrize("method", ["kivi", "turboquant_mse", "qjl"])
+    @pytest.mark.parametrize("method", ["kivi", "turboquant_mse", "qjl", "xquant", "minicache", "xkv"])
     def test_refused_where_it_can_do_nothing(self, method):
         with pytest.raises(QuantizerConfigError, match=f"{method}: `dtype`"):
             KVCacheConfig(method=method, dtype=mx.float16)

@@ -1,7 +1,10 @@
 """Cache lists in files: what comes back, and what is refused."""
 
 import json
+import os
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -154,19 +157,30 @@ class TestWriting:
         save(tmp_path / "caches.kv", caches)
         assert [path.name for path in tmp_path.iterdir()] == ["caches.kv"]
 
-    def test_a_failure_leaves_the_older_file(self, tmp_path, monkeypatch):
+    @pytest.mark.parametrize("failing", ["save_safetensors", "fsync", "replace"])
+    def test_a_failure_leaves_the_older_file(self, failing, tmp_path, monkeypatch):
         _, caches = filled()
         save(tmp_path / "caches", caches)
         before = (tmp_path / "caches").read_bytes()
 
         def fail(path, *_):
-            Path(path).write_bytes(b"half")
+            if failing == "save_safetensors":
+                Path(path).write_bytes(b"half")
             raise RuntimeError("disk full")
 
-        monkeypatch.setattr(mx, "save_safetensors", fail)
+        monkeypatch.setattr(mx if failing == "save_safetensors" else os, failing, fail)
         with pytest.raises(RuntimeError, match="disk full"):
             save(tmp_path / "caches", caches)
         assert (tmp_path / "caches").read_bytes() == before
+        assert [path.name for path in tmp_path.iterdir()] == ["caches"]
+
+    def test_threads_that_write_one_file(self, tmp_path, monkeypatch):
+        """Both have written before either puts its file in place."""
+        both, replace = threading.Barrier(2), os.replace
+        monkeypatch.setattr(os, "replace", lambda *paths: both.wait(60) >= 0 and replace(*paths))
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda text: save(tmp_path / "caches", [], {"text": text}), ["a", "b"]))
+        assert load(tmp_path / "caches", return_metadata=True)[1]["text"] in ("a", "b")
         assert [path.name for path in tmp_path.iterdir()] == ["caches"]
 
     def test_classes_that_load_could_not_find(self, tmp_path):

@@ -725,6 +725,21 @@ def test_lists_made_in_one_way_have_one_group_each() -> None:
     assert groups[0] is not groups[1]
 
 
+@EACH
+def test_a_layer_taken_by_itself_belongs_to_no_later_list(name: str, tmp_path: Path) -> None:
+    """Whether it was copied or loaded, and while it lives."""
+    model, layer = uneven(), LAYERS // 2
+    caches = cache_list(model, CONFIGS[name])
+    save(tmp_path / "caches", caches)
+    alone = [copy.deepcopy(caches[layer]), load(tmp_path / "caches")[layer]]
+    copied, loaded = copy.deepcopy(caches), load(tmp_path / "caches")
+    want = forced(model, caches, CALLS[:3])
+    assert mx.array_equal(forced(model, copied, CALLS[:3]), want)
+    assert mx.array_equal(forced(model, loaded, CALLS[:3]), want)
+    for one, group in zip(alone, (copied[0]._group, loaded[0]._group), strict=True):
+        assert one._group is not group and len(group.members()) == LAYERS
+
+
 # The pass that repeats the context
 
 
@@ -845,3 +860,8 @@ def test_the_pass_needs_empty_caches_of_kvzip() -> None:
         assert [cache.offset for cache in caches] == sizes
     with pytest.raises(QuantizerConfigError, match=r"^kvzip_prefill: `chunk`"):
         kvzip_prefill(model, kvzip_list(model), prompt, chunk=0)
+    for wrong in (mx.array([tokens(10)] * 2), mx.array([], mx.int32), mx.array([[]], mx.int32)):
+        caches = kvzip_list(model)
+        with pytest.raises(QuantizerConfigError, match=r"^kvzip_prefill: `tokens` must be one prompt"):
+            kvzip_prefill(model, caches, wrong)
+        assert not any(cache._holds for cache in caches)

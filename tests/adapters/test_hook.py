@@ -216,6 +216,21 @@ def test_without_the_hook_the_keys_stand_in(name: str, monkeypatch: pytest.Monke
         assert kept == by_hand(transform, recorded[layer :: len(caches)], with_queries=False)
 
 
+@pytest.mark.parametrize("name", sorted(BY_QUERIES))
+def test_the_models_own_scale_decides_what_stays(name: str, attention: Callable[..., mx.array]) -> None:
+    """Queries times 8 at the scale 1 / sqrt(64) ask what they ask at the scale 1, too large for float16 or not."""
+    caches = TransformKVCache(TRANSFORMS[name]), TransformKVCache(TRANSFORMS[name])
+    for seed, n, size in ((0, 40, 1.0), (10, 1, 1.0), (20, 33, 10_000.0), (30, 1, 1.0)):
+        asking = (size * random(seed, 4, n)).astype(mx.float16)
+        for cache, factor, scale in zip(caches, (1, 8), (1.0, 64**-0.5), strict=True):
+            rows = [random(seed + i, 2, n).astype(mx.float16) for i in (1, 2)]
+            keys, values = cache.update_and_fetch(*rows)
+            queries = asking if factor == 1 else asking.astype(mx.float32) * factor
+            attention(queries, keys, values, cache=cache, scale=scale, mask="causal")
+    for left, right in zip(caches[0].state[1:], caches[1].state[1:], strict=True):
+        assert mx.array_equal(left, right) and left.dtype == right.dtype
+
+
 # Keys and values that are used in other ways than once, at once
 
 

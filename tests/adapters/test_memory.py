@@ -114,6 +114,16 @@ def test_nbytes_is_all_that_can_be_reached(name: str) -> None:
             assert claimed == sum(array.nbytes for array in cache.state[1:])
 
 
+@pytest.mark.parametrize("name", ["h2o", "snapkv"])
+def test_short_calls_leave_no_room_behind(name: str) -> None:
+    """A share of the prompt, in many calls, holds what it holds in one."""
+    short, long = (TransformKVCache(vq.METHODS[name].build(budget=0.1, n_sink=1)) for _ in range(2))
+    for seed in range(60):
+        update(short, seed, 2)
+    update(long, 0, 120)
+    assert short.size() == long.size() and short.nbytes <= long.nbytes
+
+
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_nbytes_evaluates_nothing(name: str) -> None:
     cache = TransformKVCache(TRANSFORMS[name])

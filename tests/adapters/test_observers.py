@@ -222,6 +222,11 @@ def by_hand(got: mx.array, wanted: mx.array) -> float:
     return float(np.linalg.norm(numbers(got) - numbers(wanted)) / np.linalg.norm(numbers(wanted)))
 
 
+def test_no_mean_without_a_call() -> None:
+    with pytest.raises(RuntimeError, match="`mean` must follow a call"):
+        DistortionObserver().mean()
+
+
 def test_relative_errors() -> None:
     x, y = draw(5, 1), draw(5, 2)
     assert relative_error(y, x) == pytest.approx(by_hand(y, x), rel=1e-4)

@@ -23,6 +23,7 @@ from models import COMPOSED, EVICTING, TRANSFORMS, TRIMMABLE, cache_list, feed, 
 
 import vq_functional as vq
 from vq_adapters import TransformKVCache, persistence
+from vq_functional.core.describe import describe
 from vq_functional.core.store import RowStore
 
 ALL = {**TRANSFORMS, "rows": vq.rows()}
@@ -50,8 +51,7 @@ def states(caches: list[Any]) -> list[list[mx.array]]:
 
 def without_group(state: Sequence[mx.array]) -> list[mx.array]:
     """A state without the name of the group that its list has for itself."""
-    header = persistence.from_bytes(state)
-    return [persistence.to_bytes({**header, "group": header["group"] and header["group"][1:]}), *state[1:]]
+    return with_header(state, lambda data: data.update(group=data["group"] and data["group"][1:]))
 
 
 def same_states(caches: list[Any], expected: list[list[mx.array]]) -> bool:
@@ -276,14 +276,24 @@ def test_a_batch_comes_back_as_a_batch(name: str) -> None:
     assert mx.array_equal(model(call, cache=back), model(call, cache=batch))
 
 
+def test_a_transform_is_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tables make that long, and mlx_lm asks every layer for its state at every chunk of a prompt."""
+    asked: list[Any] = []
+    monkeypatch.setattr(persistence, "describe", lambda transform: asked.append(transform) or describe(transform))
+    caches = [TransformKVCache(vq.kivi(bits=3, residual_length=40)) for _ in range(2)]
+    for cache in (*caches, *copy.deepcopy(caches), TransformKVCache.merge(caches)):
+        assert cache.state and TransformKVCache.from_state(cache.state).transform == cache.transform
+    assert asked == [caches[0].transform]
+
+
 # Damage
 
 
-def header(state: list[mx.array]) -> dict[str, Any]:
+def header(state: Sequence[mx.array]) -> dict[str, Any]:
     return json.loads(bytes(state[0].tolist()))
 
 
-def with_header(state: list[mx.array], change: Callable[[dict[str, Any]], Any]) -> list[mx.array]:
+def with_header(state: Sequence[mx.array], change: Callable[[dict[str, Any]], Any]) -> list[mx.array]:
     data = header(state)
     change(data)
     return [mx.array(list(json.dumps(data).encode()), mx.uint8), *state[1:]]

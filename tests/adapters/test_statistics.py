@@ -12,6 +12,8 @@ from models import build, tokens
 from vq_adapters import (
     A2ATSKVCache,
     A2ATSOptions,
+    AdaKVCache,
+    AdaKVOptions,
     AMCKVCache,
     AMCOptions,
     AnchorKVKVCache,
@@ -23,6 +25,8 @@ from vq_adapters import (
     CurDKVCache,
     H2OKVCache,
     KeyformerKVCache,
+    KittyKVCache,
+    KittyOptions,
     KIVIKVCache,
     KNormKVCache,
     KVCacheBuilder,
@@ -42,6 +46,7 @@ from vq_adapters import (
     QFiltersOptions,
     QuantizerConfigError,
     RocketKVKVCache,
+    SinkProtectedKVCache,
     SKVQKVCache,
     SKVQOptions,
     SnapKVKVCache,
@@ -156,6 +161,19 @@ class TestBytes:
             "assigned_avg_bits": 4.0,
             "effective_compression_ratio": (full_keys + full_values) / (keys + values + exact),
         }
+
+    @pytest.mark.parametrize(("kind", "n_sink"), [(SinkProtectedKVCache, 5), (KittyKVCache, 32), (AdaKVCache, 3)])
+    def test_rows_of_sinks_are_held_beside_codes(self, kind, n_sink, dtype):
+        options = {
+            SinkProtectedKVCache: {"n_sink_tokens": n_sink},
+            KittyKVCache: {"options": KittyOptions(kitty_n_sink=n_sink)},
+            AdaKVCache: {"options": AdaKVOptions(adakv_n_sink=n_sink)},
+        }
+        cache = feed(kind(KVCacheConfig(method=kind.method, **options[kind])), (300,), dtype=dtype)
+        exact = cache.residual_fp16_bytes + B * H * n_sink * (D + DV) * ITEM[dtype]
+        held = cache.compressed_key_bytes + cache.compressed_value_bytes + exact
+        full = B * H * 300 * (D + DV) * ITEM[dtype]
+        assert cache.effective_compression_ratio == full / held
 
     def test_svdq(self, dtype):
         """Of 16 axes four each have 8, 4, 2 and no bits; 32 of 43 tokens are in codes."""

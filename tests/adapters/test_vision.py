@@ -24,9 +24,11 @@ from vq_adapters import (
     H2OOptions,
     KVCacheBuilder,
     KVCacheConfig,
+    KVzipOptions,
     QuantizerConfigError,
     TransformKVCache,
     attention_hook,
+    kvzip_prefill,
     load,
     report,
     save,
@@ -474,6 +476,21 @@ class TestSpans:
     def test_refused(self, config: dict[str, int], ids: Any, rule: str) -> None:
         with pytest.raises(QuantizerConfigError, match=f"image_spans: {rule}"):
             image_spans(config, ids)
+
+
+@pytest.mark.parametrize("part", ["model", "language model"])
+def test_the_second_pass_of_kvzip_reads_text(family: str, model: nn.Module, part: str) -> None:
+    text = [token for token in tokens(VOCABULARY) if token < IMAGE][:40]
+    options = KVzipOptions(kvzip_budget=24)
+    caches = KVCacheBuilder.for_model(model, KVCacheConfig(method="kvzip", options=options))
+    forget(model)
+    logits = kvzip_prefill(model if part == "model" else model.language_model, caches, mx.array(text), chunk=CHUNK)
+    forget(model)
+    plain = own(model)
+    for start in range(0, len(text), CHUNK):
+        want = model.language_model(mx.array([text[start : start + CHUNK]]), cache=plain).logits[:, -1]
+    assert mx.allclose(logits, want, atol=1e-4)
+    assert {(cache.offset, cache.size()) for cache in ours(caches)} == {(len(text), 24)}
 
 
 class TestProtection:

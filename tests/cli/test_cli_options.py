@@ -154,17 +154,18 @@ def test_a_store_is_a_folder(tmp_path: Path) -> None:
         (["--method", "h2o", "--option", "budgt=3"], "no option 'budgt'; did you mean budget"),
         (["--method", "h2o", "--option", "budget"], "--option must be NAME=VALUE; got 'budget'"),
         (["--method", "h2o", "--budget", "64", "--option", "budget=3"], "`h2o_budget` is given twice"),
-        (["--method", "kivi", "--budget", "64"], "--budget has no effect on kivi: it has no budget"),
+        (["--method", "kivi", "--budget", "64"], "--budget has no effect on kivi; `vq methods --method kivi` lists"),
+        (["--method", "h2o", "--bits", "4"], "--bits has no effect on h2o; `vq methods --method h2o` lists"),
         (["--method", "svdq", "--dtype", "int8"], "--dtype must be one of float16, bfloat16, float32; got 'int8'"),
         (["--method", "svdq", "--store", "/no/such"], "--store must be a folder; got '/no/such'"),
         (["--method", "h2o", "--budget", "10"], "h2o: `budget` must exceed the 20 rows of"),
         (
             ["--method", "h2o", "--budget", "much"],
-            "h2o: `h2o_budget` must be a number of bytes such as '48MB'; got 'much'",
+            "h2o: `h2o_budget` must be rows, a share of the prompt, or bytes such as '48MB'; got 'much'",
         ),
         (["--method", "kivi", "--bits", "9"], "kivi: `bit_width_inlier` must be an integer in [1, 8]; got 9"),
         (["--method", "kivi", "--bits", "four"], "kivi: `bit_width_inlier` must be an integer in [1, 8]; got 'four'"),
-        (["--method", "qjl", "--seed", "-1"], "qjl: `seed` must be an integer >= 0; got -1"),
+        (["--method", "qjl", "--seed", "-1"], "qjl: `seed` must be an integer in [0, 4294967295]; got -1"),
         (["--method", "qjl", "--seed", "x"], "argument --seed: invalid int value: 'x'"),
         (["--method", "kivi", "--option", "store=."], "kivi: `store` has no effect"),
         (["--method", "plain", "--bits", "4"], "--bits has no effect on --method plain"),
@@ -196,7 +197,7 @@ def test_a_missing_model_folder_is_named(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_warnings_are_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    configured("svdq", "--bits", "3")
+    configured("svdq", "--option", "bit_width_inlier=3")
     assert capsys.readouterr().err == "vq: warning: KVCacheConfig: `bit_width_inlier` has no effect on svdq\n"
 
 

@@ -55,7 +55,8 @@ def serving(*arguments: str) -> Iterator[Ask]:
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 130
         lines = process.stderr.read().splitlines()
-        assert [line for line in lines if not line.startswith("127.0.0.1 - - ")] == []
+        told = ("127.0.0.1 - - ", "vq: warning: a request of more than ")
+        assert [line for line in lines if not line.startswith(told)] == []
     finally:
         process.kill()
         process.wait()
@@ -140,6 +141,14 @@ def test_a_method_that_evicts_refuses_the_draft_of_a_request(folder: str, draft:
             ["--no-hook", "--budget", "40,50"],
             "--no-hook can't serve batches of h2o: its layers hold different numbers of rows",
         ),
+        (
+            ["--method", "qfilters", "--option", "on_low_retention=raise"],
+            "`qfilters_on_low_retention=raise` would end the server; leave it at warn",
+        ),
+        (
+            ["--method", "pyramidkv", "--no-hook", "--budget", "48MB"],
+            "--no-hook can't serve batches of pyramidkv: its layers hold different numbers of rows",
+        ),
         (["--budget", "3"], "h2o: `budget` must exceed the 20 rows of `n_sink`, `grace` and `protect`; got 3"),
     ],
 )
@@ -148,6 +157,27 @@ def test_wrong_use_is_one_line_before_a_model_is_loaded(
 ) -> None:
     assert main(["serve", "--model", "no-such/model", "--method", "h2o", *arguments]) == 2
     assert capsys.readouterr().err == f"vq: {text}\n"
+
+
+@ENDED_THREAD
+@pytest.mark.parametrize(
+    ("method", "more", "most"),
+    [("xquant", [], 8192), ("xquant", ["--option", "max_ctx=64"], 64), ("skvq", ["--option", "max_ctx=9"], 9)],
+)
+def test_a_method_that_ends_at_a_length_tells_of_it(
+    method: str, more: list[str], most: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--model", str(tmp_path), "--method", method, "--port", str(free_port()), *more]) == 1
+    told = f"a request of more than {most} tokens would end the server; `{method}_max_ctx` says how many"
+    assert f"vq: warning: {told}\n" in capsys.readouterr().err
+
+
+@ENDED_THREAD
+def test_bytes_are_no_reason_to_refuse_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the hook too; the model is what is missing here."""
+    arguments = ["--method", "h2o", "--budget", "48MB", "--no-hook", "--port", str(free_port())]
+    assert main(["serve", "--model", str(tmp_path), *arguments]) == 1
+    assert "config.json" in error_of(capsys)
 
 
 @ENDED_THREAD

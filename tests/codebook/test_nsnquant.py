@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import vq_functional as vq
 from vq_functional.codebook.normal_codes import normal_codebook
 from vq_functional.codebook.nsnquant import NSNQuantOptions
+from vq_functional.core.transform import Fill
 from vq_functional.core.tree import flatten, map_leaves
 
 HEADS, DIM = 2, 32
@@ -415,6 +416,15 @@ def test_bytes(dim: int, r: int, bits_k: int, bits_v: int, sub: int, double: boo
 def test_options_that_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(vq.QuantizerConfigError, match=f"^nsnquant: {message}$"):
         vq.nsnquant(**options)
+
+
+def test_rows_past_max_ctx_are_none() -> None:
+    method = vq.nsnquant(max_ctx=40, residual_length=16)
+    state = feed(method, draw(40), draw(40, 1))
+    _, keys, values = method.update(state, draw(1, 2), draw(1, 3))
+    assert mx.isnan(keys).all() and mx.isnan(values).all()
+    with pytest.raises(vq.QuantizerConfigError, match="nsnquant: `keys` must stay within `max_ctx` = 40; got 41"):
+        method.room(Fill(40, 40, 32), 1)
 
 
 def test_a_head_size_that_the_sub_vectors_do_not_divide_is_refused() -> None:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 import vq_functional as vq
 from vq_adapters import KVCacheConfig, SpectralQuantKVCache, SpectralQuantOptions
-from vq_functional.codebook.spectral import SpectralCoder, _warn_uncalibrated
+from vq_functional.codebook.spectral import SpectralCoder
 from vq_functional.core.tree import map_leaves
+from vq_functional.core.warn import warn_uncalibrated
 from vq_functional.ops.spectrum import effective_size, participation_ratio, spectral_gap, water_fill_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:spectral")
@@ -369,6 +370,8 @@ def test_options_out_of_range_are_refused_by_name() -> None:
         for build in (vq.spectral, vq.spectral_codec) if of_codec else (vq.spectral,):
             with pytest.raises(vq.QuantizerConfigError, match=f"^spectral: `{field}` must .*; got"):
                 build(**{field: value})
+    with pytest.raises(vq.QuantizerConfigError, match=r"^spectral: `sketch` must .*; got None"):
+        vq.spectral(sketch=None)  # `apply_qjl` says so
 
 
 @pytest.mark.parametrize("axes", [np.eye(9), np.ones((1, 9, 8)), np.eye(9)[None] * 1.01, np.full((1, 9, 9), np.nan)])
@@ -401,9 +404,10 @@ def test_sizes_that_do_not_fit_are_refused(message: str, build: Any) -> None:
 
 
 def test_a_random_rotation_warns() -> None:
-    _warn_uncalibrated.cache_clear()
-    with pytest.warns(UserWarning, match="spectral_calibrate"):
+    warn_uncalibrated.cache_clear()
+    with pytest.warns(UserWarning, match=r"`spectral_calibrate` .* a model `vq_adapters.calibrate`") as caught:
         coder_of(16)
+    assert caught[0].filename == __file__
 
 
 def test_the_cache_of_vectors_is_calibrated_before_its_first_token() -> None:

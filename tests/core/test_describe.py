@@ -93,6 +93,11 @@ def test_a_kind_that_is_not_loaded_is_refused(kind: Any) -> None:
             restore(data)
 
 
+def test_a_kind_that_is_not_loaded_may_only_be_not_imported() -> None:
+    with pytest.raises(vq.QuantizerConfigError, match=r"import the module that defines it .*; got 'MyPolicy'$"):
+        restore({"kind": "MyPolicy", "budget": 8})
+
+
 def test_a_description_without_a_kind_is_refused() -> None:
     with pytest.raises(vq.QuantizerConfigError, match="`kind`"):
         restore({"bits": 2})

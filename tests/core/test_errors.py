@@ -1,19 +1,34 @@
 """Checks of options: what they take, and the words of what they refuse."""
 
+import dataclasses
+import inspect
 import math
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
-from vq_functional.core.errors import QuantizerConfigError, check_between, check_choice, check_int, check_number
+from vq_functional.core.errors import (
+    LONGEST,
+    QuantizerConfigError,
+    check,
+    check_between,
+    check_choice,
+    check_int,
+    check_number,
+    check_seed,
+    refusing,
+)
 
 NO_NUMBERS = ["1", None, True, False, [1], 1j]
 
 
 def refused(rule: str, got: Any) -> Any:
     """The error in its one form: method, field, rule, what came."""
-    return pytest.raises(QuantizerConfigError, match="^" + re.escape(f"kivi: `share` {rule}; got {got!r}") + "$")
+    text = repr(got)
+    text = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    return pytest.raises(QuantizerConfigError, match="^" + re.escape(f"kivi: `share` {rule}; got {text}") + "$")
 
 
 @pytest.mark.parametrize(
@@ -68,11 +83,54 @@ def test_int():
     for value in (0, 1.5, *NO_NUMBERS):
         with refused("must be an integer >= 1", value):
             check_int("kivi", "share", value, 1)
+    check_int("kivi", "share", None, 1, optional=True)
+    with refused("must be an integer >= 1", 0):
+        check_int("kivi", "share", 0, 1, optional=True)
+
+
+def test_seed():
+    for value in (0, 42, 2**32 - 1):
+        check_seed("kivi", value)
+    for value in (-1, 2**32, 2**64, 1.5, *NO_NUMBERS):
+        with pytest.raises(QuantizerConfigError, match=r"^kivi: `seed` must be an integer in \[0, 4294967295\]; got "):
+            check_seed("kivi", value)
 
 
 def test_choice():
     for value in (1, "mean", None):
         check_choice("kivi", "share", value, (1, "mean", None))
-    for value in (True, 1.0, "Mean", 2):
+    for value in (True, 1.0, "sum", 2, ["mean"], np.array([1, 2])):
         with refused("must be one of (1, 'mean', None)", value):
             check_choice("kivi", "share", value, (1, "mean", None))
+
+
+def test_a_choice_that_is_like_others_names_them():
+    with refused("must be one of ('mean', 'meant', 1, 'sum'); did you mean mean or meant?", "Mean"):
+        check_choice("kivi", "share", "Mean", ("mean", "meant", 1, "sum"))
+
+
+def test_unknown_names_are_refused_and_like_ones_told():
+    @dataclasses.dataclass
+    class Options:
+        """Of a method."""
+
+        share: int = 1
+
+    def hint(name: str, known: Any, /, *args: Any, **values: Any) -> str:
+        return f"; write {known[0]}" if name == "part" else ""
+
+    before = str(inspect.signature(Options))
+    assert refusing(Options, "kivi", hint) is Options
+    assert Options(share=2) == Options(2) and str(inspect.signature(Options)) == before
+    for name, like in (("shares", "; did you mean share?"), ("part", "; write share"), ("xyz", "")):
+        rule = re.escape(f"kivi: `{name}` must be a known option{like}; got 2")
+        with pytest.raises(QuantizerConfigError, match=f"^{rule}$"):
+            Options(**{name: 2})
+
+
+def test_what_came_is_shown_in_short():
+    with pytest.raises(QuantizerConfigError) as caught:
+        check(False, "kivi", "model", "must be a model", list(range(1000)))
+    text = str(caught.value)
+    assert text.startswith("kivi: `model` must be a model; got [0, 1, 2") and text.endswith("...")
+    assert len(text) < LONGEST + 50

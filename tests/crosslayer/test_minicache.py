@@ -742,7 +742,8 @@ BAD_VALUES: dict[str, tuple[str, list[Any]]] = {
 
 @pytest.mark.parametrize("field, value", [(field, x) for field, (_, values) in BAD_VALUES.items() for x in values])
 def test_options_out_of_range_are_refused_by_name(field: str, value: Any) -> None:
-    with pytest.raises(vq.QuantizerConfigError, match=f"^minicache: `{field}` {BAD_VALUES[field][0]}; got ") as raised:
+    message = f"^minicache: `{field}` {BAD_VALUES[field][0]}.*; got "
+    with pytest.raises(vq.QuantizerConfigError, match=message) as raised:
         vq.minicache(**{field: value})
     assert str(raised.value).endswith(repr(value))
 

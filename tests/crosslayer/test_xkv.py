@@ -580,8 +580,7 @@ def test_bytes(
 ) -> None:
     o, item, total, count = XKVOptions(**options), dtype.size, 0, layers * heads
     least, _ = layout(0, o.fitted, o.residual_length, given_basis)
-    residual = least % 32 if o.residual_length is not None else least - 32
-    room = 288 + least - residual  # for 300 tokens, and for all that the first packing takes
+    room = 320  # in blocks, for 300 tokens
     for side, dim in enumerate(dims):
         width, bits = width_of(count * dim, o, side), bits_of(o, side)
         total += room * (width * item if bits == 16 else width * bits // 8 + 2 * item * width // o.group_quant_size)

@@ -10,7 +10,9 @@ from xml.etree import ElementTree
 import attrs
 import pytest
 
+from vq_adapters import KVCacheConfig
 from vq_functional import METHODS
+from vq_functional.methods import Method
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -161,8 +163,26 @@ def test_option_tables_agree_with_the_options(name):
     assert [(field, ast.literal_eval(default)) for field, default in listed] == held
 
 
-def test_readme_has_results_and_lists_the_methods():
-    text = read(ROOT / "README.md")
-    assert BENCHMARK in text
-    for name in METHODS:
-        assert f"docs/methods/{name}.md" in text
+def test_common_fields_agree_with_the_configuration():
+    table = section(read(DOCS / "python.md"), "A configuration")
+    listed = re.findall(r"^\| `(\w+)` \| `([^`]+)` \| .+ \|$", table, re.M)
+    assert len(listed) == table.count("\n| `")
+    config = KVCacheConfig()
+    assert [ast.literal_eval(default) for _, default in listed] == [getattr(config, field) for field, _ in listed]
+
+
+def test_readme_has_results():
+    assert BENCHMARK in read(ROOT / "README.md")
+
+
+def test_the_index_lists_every_page_and_every_method_once():
+    linked = [link["target"] for link in LINK.finditer(read(DOCS / "index.md"))]
+    pages = [str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")]
+    assert sorted(target for target in linked if target.endswith(".md")) == sorted({*pages} - {"index.md"})
+
+
+def test_traits_are_documented_as_in_the_code():
+    told = re.findall(r"^    (\w+) +(\S.*)$", Method.__doc__ or "", re.M)
+    listed = re.findall(r"^\| `(\w+)` \| (.*) \|$", section(read(DOCS / "new_method.md"), "Traits"), re.M)
+    assert listed == told
+    assert {trait for method in METHODS.values() for trait in method.traits} == {trait for trait, _ in told}

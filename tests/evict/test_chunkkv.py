@@ -189,6 +189,17 @@ def test_padding_shifts_no_chunk(group: int | None) -> None:
         assert agrees(stream, calls, **chosen)
 
 
+def test_slots_of_a_chunk_that_went_hold_no_broken_row() -> None:
+    """They wait for single tokens, one after the other, and are seen through the mask until then."""
+    transform, stream = chunkkv(budget=24, n_sink=0, chunk_size=4, score="key_norm", pin_chunks=0), make_stream(9, 60)
+    stream.keys[:, :, 41] = stream.values[:, :, 41] = np.nan
+    state = transform.init_state(stream.spec())
+    for token in range(60):
+        state = resume(transform, state, stream, [1], token)
+        empty = (state.position < 0)[..., None]
+        assert all(mx.isfinite(mx.where(empty, x, 0)).all().item() for x in transform.read(state))
+
+
 # Spans
 
 
@@ -216,6 +227,12 @@ def test_spans_leave_the_least_budget_one_free_chunk() -> None:
         assert {0, 1, *range(6, 14), 58, 59} <= set(head) and len(head) == 2 + 8 + 4 + 2
     with pytest.raises(QuantizerConfigError, match="budget"):
         chunkkv(budget=16, chunk_size=4, n_sink=2, pin_chunks=0, protect=[(9, 11)])
+
+
+def test_long_spans_are_counted_and_not_walked_through() -> None:
+    """With a share of the prompt a span may be as long as it likes."""
+    policy = chunkkv_policy(budget=0.5, n_sink=4, chunk_size=8, protect=[(0, 10**9), (10**9 + 1, 10**9 + 4)])
+    assert policy.shielded == 4 + (2 + 10**9 // 8) * 8 - 2
 
 
 @KINDS

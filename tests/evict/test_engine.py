@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import attrs
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from vq_functional import (
     PlainCodec,
     Policy,
     QuantizerConfigError,
+    blocks,
     chain,
     h2o,
     h2o_policy,
@@ -46,6 +48,7 @@ from vq_functional import (
     turboquant_mse_codec,
     turboquant_rvq_codec,
 )
+from vq_functional.core.policy import Scene
 from vq_functional.core.store import RowStore
 from vq_functional.core.transform import Fill
 from vq_functional.core.tree import flatten, map_leaves
@@ -299,6 +302,78 @@ def test_store_with_shared_scales_is_refused(policy: Policy) -> None:
 def test_what_drops_rows_itself_is_no_bed(policy: Policy, store: Any) -> None:
     with pytest.raises(QuantizerConfigError, match=rf"^{policy.name} over {store.name}: `store` must keep every row"):
         chain(policy, store)
+
+
+@pytest.mark.parametrize("store", [int8_codec(), h2o_policy(), "int8"], ids=["codec", "policy", "name"])
+def test_what_is_no_store_is_no_bed(store: Any) -> None:
+    with pytest.raises(QuantizerConfigError, match=r"^h2o over (int8|h2o): `store` must keep every row"):
+        chain(h2o_policy(), store)
+
+
+@pytest.mark.parametrize("policy", [rows(), h2o(), "h2o"], ids=["store", "method", "name"])
+def test_what_is_no_policy_is_refused(policy: Any) -> None:
+    with pytest.raises(QuantizerConfigError, match=r"^chain: `policy` must be a policy"):
+        chain(policy, rows())
+
+
+@pytest.mark.parametrize("side", ["key", "value"])
+@pytest.mark.parametrize("codec", ["int8", rows(), kivi(), 0], ids=["name", "store", "method", "number"])
+@pytest.mark.parametrize("bed", [rows, blocks])
+def test_what_is_no_codec_is_refused(bed: Any, side: str, codec: Any) -> None:
+    with pytest.raises(QuantizerConfigError, match=f"^{bed.__name__}: `{side}` must be a codec"):
+        bed(**{side: codec})
+
+
+# Policies of one's own
+
+
+@attrs.frozen
+class SmallNumbers(Policy):
+    """The smallest first number of a key has priority, as `kind` returns it."""
+
+    kind: str = "whole"
+    name = "small_numbers"
+
+    def score(self, memory: Any, scene: Scene) -> Any:
+        priority = -scene.keys()[..., 0].astype(mx.float32)
+        kinds = {"whole": priority, "narrow": priority.sum(axis=1, keepdims=True), "half": priority.astype(mx.float16)}
+        return priority if self.kind == "bare" else (memory, kinds[self.kind])
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"budget": 4, "n_sink": 2, "recent": 4}, "`budget` must hold the 6 rows of `n_sink`, `recent` and `protect`"),
+        ({"budget": 4, "protect": [(0, 5)]}, "`budget` must hold the 5 rows of `n_sink`, `recent` and `protect`"),
+        ({"budget": -3}, "`budget` must be an integer >= 1"),
+        ({"budget": 1.5}, "`budget` must be an integer >= 1, or a share of the prompt"),
+        ({"budget": 4, "n_sink": -1}, "`n_sink` must be an integer >= 0"),
+    ],
+)
+def test_counts_of_a_policy_are_checked(options: dict[str, Any], rule: str) -> None:
+    with pytest.raises(QuantizerConfigError, match=f"^small_numbers: {rule}"):
+        chain(SmallNumbers(**options), rows())
+
+
+def test_spans_of_a_policy_are_checked_and_sorted() -> None:
+    assert SmallNumbers(budget=8, protect=[(5, 7), (1, 2), (6, 9)]).protect == ((1, 2), (5, 9))  # type: ignore[arg-type]
+    with pytest.raises(QuantizerConfigError, match="`protect` must be pairs of integers"):
+        SmallNumbers(budget=8, protect=[(3, 1)])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [
+        ("bare", "`score` must return the next memory and a priority"),
+        ("narrow", r"`priority` must be float32 of shape \(2, 2, 24\)"),
+        ("half", r"`priority` must be float32 of shape \(2, 2, 24\)"),
+    ],
+)
+def test_what_a_policy_returns_is_checked(kind: str, rule: str) -> None:
+    stream = make_stream(0, 20, batch=2)
+    with pytest.raises(QuantizerConfigError, match=f"^small_numbers: {rule}"):
+        feed(chain(SmallNumbers(budget=4, kind=kind), rows()), stream, [20])
+    assert nbytes(feed(chain(SmallNumbers(budget=4), rows()), stream, [20])) > 0
 
 
 @ALL

@@ -24,6 +24,7 @@ from oracle import (
     held_rows,
     left_padded_calls,
     make_stream,
+    parts_of,
     plain_calls,
     resume,
     right_padded,
@@ -34,9 +35,18 @@ from oracle import (
 )
 
 from vq_functional import KVSpec, QuantizerConfigError, chain, int8_codec, rows, turboquant_mse_codec
+from vq_functional.core.policy import Scene
+from vq_functional.core.transform import Fill
 from vq_functional.core.tree import flatten
 from vq_functional.evict.engine import Evicting
-from vq_functional.evict.qfilters import qfilters, qfilters_direction, qfilters_policy, with_direction
+from vq_functional.evict.qfilters import (
+    Filters,
+    QFiltersPolicy,
+    qfilters,
+    qfilters_direction,
+    qfilters_policy,
+    with_direction,
+)
 
 GROUPS = st.sampled_from([None, 1, 2])  # queries a KV head; None: keys stand in
 STAND_INS = pytest.mark.parametrize("stand_in", ["mean", "axis"])
@@ -466,12 +476,35 @@ def test_means_of_large_keys_do_not_overflow() -> None:
     assert to_numpy(state.carry.direction)[0, 0].astype(np.float64) @ want > 1 - 1e-6
 
 
+@STAND_INS
+def test_nothing_is_searched_for_once_rows_have_gone(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a call that the host's counts choose, and the end that learns, leave the same state."""
+    transform, stream = qfilters(budget=20, calib_tokens=30, stand_in=stand_in), stretched(26, 40)
+    state, fill, searched = transform.init_state(stream.spec()), Fill(), []
+    carry_on = QFiltersPolicy.carry_on
+
+    def counted(self: QFiltersPolicy, scene: Scene) -> Filters:
+        searched.append(scene.offset.item())
+        return carry_on(self, scene)
+
+    for token in range(30):
+        keys, values, _ = parts_of(stream, token, 1)
+        held, fill = transform.write(state, keys, values), transform.written(fill, 1)
+        state = transform.settle(held, keys, proxy=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(QFiltersPolicy, "carry_on", counted)
+            assert same(transform.after([fill]).settle(held, keys, proxy=True), state)
+        fill = transform.settled(fill, 1)
+    assert searched == list(range(1, 22))
+    assert state.carry.frozen.all().item()
+
+
 @PATTERNS
 @STAND_INS
 def test_keys_that_tell_nothing_leave_the_latest_rows(stand_in: str, pattern: list[int]) -> None:
     stream, transform = make_stream(24, 60), qfilters(budget=10, n_sink=3, calib_tokens=16, stand_in=stand_in)
     state = feed(transform, Stream(np.zeros_like(stream.keys), stream.values, None, mx.float32), pattern)
-    assert not state.carry.frozen.any().item()
+    assert not state.carry.direction.any().item() and state.carry.frozen.all().item()
     assert held_positions(transform, state) == [[[0, 1, 2, *range(53, 60)]] * 2]
 
 

@@ -22,13 +22,15 @@ from oracle import (
     held_positions,
     left_padded_calls,
     make_stream,
+    parts_of,
     plain_calls,
+    resume,
     right_padded,
     same,
     seeds,
 )
 
-from vq_functional import QuantizerConfigError, chunkkv, h2o, tova
+from vq_functional import QuantizerConfigError, chunkkv, h2o, knorm, tova
 from vq_functional.core.transform import Fill
 
 GROUPS = st.sampled_from([None, 2])  # queries a KV head; None: keys stand in
@@ -102,6 +104,34 @@ def test_rows_after_prompts_and_single_tokens(
 @pytest.mark.parametrize("first", [48, 90])
 def test_rows_after_long_prompts(name: str, share: float, group: int | None, first: int) -> None:
     run(name, share, 5, plain_calls([first, 1, 1, 70, *[1] * 10], 1), group)
+
+
+@EACH
+def test_room_that_short_calls_leave_is_given_back(name: str) -> None:
+    """From shapes alone each call leaves a slot too many; without these the same rows stay."""
+    transform, stream = METHODS[name](0.1), make_stream(7, 240, batch=2)
+    state = narrow = transform.init_state(stream.spec())
+    fill, start = Fill(), 0
+    for n in [2, 1, 5] * 30:
+        state, narrow = (resume(transform, one, stream, [n], start) for one in (state, narrow))
+        fill, start = transform.settled(transform.written(fill, n), n), start + n
+        if n > 1:
+            narrow = transform.narrowed(narrow, [fill] * 2)
+            assert narrow.slots == transform.policy.limit(fill.prompt) + 1
+        assert held_positions(transform, narrow) == held_positions(transform, state)
+    assert state.slots > 3 * narrow.slots
+
+
+def test_empty_slots_beside_longer_sequences_hold_no_broken_row() -> None:
+    """A row whose limit is small has many empty slots, and the last one that was emptied goes with a later call."""
+    transform, stream = knorm(budget=0.3, n_sink=0), make_stream(8, 84, batch=2)
+    stream.keys[:, :, 80] = stream.values[:, :, 80] = np.nan
+    state = feed(transform, stream, [80, 1], left_padding=(0, 60))
+    keys, values, _ = parts_of(stream, 81, 3)
+    held = transform.write(state, keys, values)
+    empty = (held.position < 0)[..., None]
+    assert empty[1].sum().item() > 2 * 10
+    assert all(mx.isfinite(x).all().item() for x in (mx.where(empty, rows, 0) for rows in transform.read(held)))
 
 
 @EACH

@@ -1,5 +1,6 @@
 """SnapKV: the last queries of a prompt vote on its rows; single tokens are appended."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,7 @@ from oracle import (
 )
 
 from vq_adapters.cache import TransformKVCache
-from vq_functional import QuantizerConfigError, rows, snapkv, snapkv_policy
+from vq_functional import KVSpec, QuantizerConfigError, rows, snapkv, snapkv_policy
 from vq_functional.core.transform import Fill
 
 GROUPS = st.sampled_from([None, 1, 2])  # queries a KV head; None: keys stand in
@@ -362,6 +363,29 @@ def test_storage_dtype(dtype: mx.Dtype, storage: str) -> None:
         for head in range(2):
             came = mx.array(whole[0, head][position[0, head].tolist()]).astype(dtype)
             assert mx.array_equal(x[0, head], came.astype(stored).astype(dtype))
+
+
+def test_numbers_too_large_for_the_storage_end_at_its_range() -> None:
+    came = mx.array([70_000.0, -3e38, math.nan, 2.5, *[1.0] * 12]).astype(mx.bfloat16)
+    transform, x = snapkv(budget=10, dtype="float16"), mx.broadcast_to(came, (1, 2, 8, 16))
+    state = transform.init_state(KVSpec(kv_heads=2, key_dim=16, value_dim=16, dtype=mx.bfloat16))
+    _, *out = transform.update(state, x, x)
+    for rows_out in out:
+        first, second, third, *rest = rows_out[0, 0, -1].tolist()
+        assert first == -second == mx.array(65504.0).astype(mx.bfloat16).item() and math.isnan(third)
+        assert rest == came[3:].tolist()
+
+
+@KINDS
+@pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
+def test_neighbours_keep_no_broken_row(bad: float, group: int | None) -> None:
+    """Votes are smoothed over neighbours, but a row without a score of its own goes first."""
+    stream, transform = make_stream(18, 40, group=group), snapkv(budget=36, obs_window=4, n_sink=1, pool_kernel=5)
+    for at in range(1, 36):
+        keys = stream.keys.copy()
+        keys[:, :, at, 3] = bad
+        state = feed(transform, Stream(keys, stream.values, stream.queries, mx.float32), [40])
+        assert all(at not in head for head in held_positions(transform, state)[0])
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,22 @@ def test_concentration_is_float32_for_half_precision_keys(dtype: mx.Dtype) -> No
     np.testing.assert_allclose(to_numpy(got), want, atol=1e-4)
 
 
+@pytest.mark.parametrize("n", [46_341, 46_342, 70_000])
+def test_concentration_of_long_prompts(n: int) -> None:
+    """Their pairs are more than an int32 can count."""
+    assert concentration(mx.ones((1, 1, n, 2), mx.float16)).item() == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_key_that_is_no_number_does_not_count(bad: float) -> None:
+    keys = keys_like(5, 2, 3, 30)
+    broken = keys.copy()
+    broken[1, 0, 4, 2] = broken[1, 2, 9] = bad
+    told = concentration(mx.array(broken))
+    heads = [np.delete(keys[1, 0], 4, axis=0), keys[1, 1], np.delete(keys[1, 2], 9, axis=0)]
+    np.testing.assert_allclose(to_numpy(told)[1], np.mean([gram(head) for head in heads]), atol=1e-5)
+
+
 def test_batch_rows_tell_on_their_own() -> None:
     keys = keys_like(3, 3, 2, 25)
     alone = [concentration(mx.array(keys[row : row + 1])).item() for row in range(3)]

@@ -14,6 +14,7 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 import measuring
+import needle
 import quickstart
 import vq_functional as vq
 from benchmarks import decode
@@ -448,6 +449,29 @@ def test_flat_is_no_more_than_the_caches_and_plain_rows(tiny, monkeypatch, capsy
     decode.main(["--peak", "--prompt", "12", "--methods", "streaming"])
     ((name, hook, *_, verdict),) = table_rows(capsys.readouterr().out)
     assert (name, hook, verdict) == ("streaming_llm 4+124", "no", flat)
+
+
+# The command lines
+
+
+@pytest.mark.parametrize(
+    ("main", "option", "text"),
+    [(quickstart.main, "--prompt", "-5"), (decode.main, "--repeats", "0"), (needle.main, "--jobs", "1.5")],
+)
+def test_a_number_is_1_or_more(main, option, text, capsys):
+    with pytest.raises(SystemExit):
+        main([f"{option}={text}"])
+    assert f"{option}: must be a whole number above 0; got '{text}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [ValueError("not a name"), FileNotFoundError("no config.json")])
+def test_a_model_that_is_not_there_is_named_in_one_line(error, monkeypatch):
+    def load(name):
+        raise error
+
+    monkeypatch.setattr(measuring.mlx_lm, "load", load)
+    with pytest.raises(SystemExit, match=rf"^no model './nope': {error}$"):
+        measuring.load_model("./nope")
 
 
 # The quickstart

@@ -195,9 +195,13 @@ class Held:
         self.means = numbers(take(1))[0] if o.fill == "block" and mid + low else None
         self.counts = np.array(take(2)) if keys and o.adaptive_thresholds else None
         assert not rest
-        self.order = np.array(side.tables[0])[row, head].astype(int)
+        tables = [x[row] for x in side.tables]
+        if o.basis is not None:
+            assert not tables
+            tables = [getattr(o.basis, f"{'key' if keys else 'value'}_{name}").array for name in ("order", "mean")]
+        self.order = np.array(tables[0])[head].astype(int)
         if o.fill == "mean":
-            self.means = numbers(side.tables[1])[row, head]
+            self.means = numbers(tables[1])[head]
 
 
 def check_side(o: AMCOptions, held: Held, x: np.ndarray, slots: list[int], below: np.ndarray, read: Any, dtype: Any):

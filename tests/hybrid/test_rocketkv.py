@@ -379,6 +379,15 @@ def test_select_before_any_token_names_no_slot() -> None:
         assert (transform.select(state, mx.array(stream.queries), 2, keep_recent) == -1).all().item()
 
 
+@pytest.mark.parametrize(
+    ("field", "wrong"), [("k2", 0), ("k2", -1), ("k2", 2.5), ("keep_recent", -1), ("keep_recent", None)]
+)
+def test_a_wrong_number_of_pages_or_rows_is_refused(field: str, wrong: Any) -> None:
+    transform, stream = rocketkv(), make_stream(10, 1, group=2)
+    with pytest.raises(QuantizerConfigError, match=rf"^rocketkv: `{field}` must be an integer >= .*; got "):
+        transform.select(transform.init_state(stream.spec(20)), mx.array(stream.queries), **{field: wrong})
+
+
 def dense(keys: np.ndarray, values: np.ndarray, query: np.ndarray) -> np.ndarray:
     """Attention [Dv] of one query over rows."""
     logits = keys.astype(np.float64) @ query / math.sqrt(len(query))

@@ -12,9 +12,9 @@ import vq_functional as vq
 from vq_adapters import TransformKVCache
 from vq_functional.core.transform import Fill, Transform
 from vq_functional.core.tree import flatten, map_leaves
-from vq_functional.methods import TABLE, Method
+from vq_functional.methods import TABLE, Method, find
 
-# Small enough that a hundred tokens evict rows and fill groups; by option, so that a new method is covered too.
+# Small enough that a hundred tokens evict rows and fill groups; by option, so that most new methods are covered too.
 SMALL = {
     "budget": 24,
     "grace": 4,
@@ -25,6 +25,7 @@ SMALL = {
     "chunk_size": 4,
     "val_d_eff": 16,
 }
+# By method, where those options do not do: a policy, say, may protect at most 18 of the 24 rows, since laws add 5 more.
 OWN: dict[str, dict[str, Any]] = {
     "skvq": {"window": 32},
     "kvquant": {"n_fit": 32},
@@ -39,6 +40,8 @@ OWN: dict[str, dict[str, Any]] = {
     "amc": {"threshold_window": 32, "rank_mid": 48, "rank_low": 48, "use_query_saliency": True},
     "a2ats": {"window": 6, "n_sink": 4, "retrieval_fraction": 0.3},
 }
+# Options that make a method another kind of transform.
+VARIANTS: dict[str, dict[str, Any]] = {"turboquant_mse": {"n_outlier_channels": 8, "n_calib_tokens": 40}}
 BATCH, HEADS, DIM = 2, 2, 64
 SPEC = vq.KVSpec(batch=BATCH, kv_heads=HEADS, key_dim=DIM, value_dim=DIM, capacity=192)
 
@@ -74,6 +77,9 @@ def stores() -> dict[str, vq.Store]:
 def _methods() -> Iterator[Subject]:
     for method in TABLE:
         yield Subject(method.name, method.build(**small_options(method)), method.traits)
+    for name, options in VARIANTS.items():
+        method = find(name)
+        yield Subject(f"{name}-split", method.build(**options), method.traits)
 
 
 def _compositions() -> Iterator[Subject]:

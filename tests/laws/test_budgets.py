@@ -6,7 +6,20 @@ import numpy as np
 import pytest
 
 import vq_functional as vq
-from laws.common import METHODS, SMALL, SPEC, Subject, begin, feed, held_positions, keys_and_values, over, spans, tokens
+from laws.common import (
+    METHODS,
+    SMALL,
+    SPEC,
+    Subject,
+    begin,
+    feed,
+    held_positions,
+    keys_and_values,
+    over,
+    small_options,
+    spans,
+    tokens,
+)
 from vq_adapters import TransformKVCache
 from vq_functional.methods import METHODS as ROWS
 
@@ -98,8 +111,7 @@ def test_a_single_free_place_rotates(subject: Subject, with_queries: bool) -> No
 def test_protected_spans_stay(subject: Subject, with_queries: bool) -> None:
     """`protect` is an option of every policy, in prompts and step by step."""
     method = ROWS[subject.name]
-    options = {name: SMALL[name] for name in SMALL if name in attrs.fields_dict(method.options)}
-    transform = method.build(**options, protect=[(10, 13), (20, 22)])
+    transform = method.build(**small_options(method), protect=[(10, 13), (20, 22)])
     wanted = {10, 11, 12, 20, 21}
     pieces = [[90], [40, 50]] + ([] if transform.policy.prompt_only else [[1] * 90])
     for calls in pieces:

@@ -99,6 +99,9 @@ def words(count: int, bits: int) -> int:
     return 4 * math.ceil(count * bits / 32)
 
 
+EIGHT_BITS = words(DIM, 8) + 2
+
+
 def row_bytes(key: int, value: int) -> Callable[[int, int], int]:
     """Rows alone: so much a token and head, and one int32 offset a batch row."""
     return lambda capacity, heads: capacity * heads * (key + value) + 4
@@ -118,9 +121,9 @@ def sink_group_bytes(capacity: int, heads: int, sinks: int = 5) -> int:
     return grouped_bytes(capacity, heads) + sinks * (heads * 2 * DIM * 2 + 8) + 4
 
 
-def tiered_bytes(capacity: int, heads: int, recent: int = 32, mid: int = 64, group: int = 32) -> int:
+def tiered_bytes(capacity: int, heads: int, recent: int = 32, mid: int = 32, group: int = 32) -> int:
     """Room at 8 bits, at 4 and at 2, each with a low end and a range a group; the exact group; four counters."""
-    rooms = {8: recent, 4: mid - recent, 2: capacity}
+    rooms = {8: recent, 4: mid, 2: max(capacity - 32, group)}  # `mid_boundary` is 32
     coded = sum(2 * DIM * (words(rows, bits) + 4 * rows // group) for bits, rows in rooms.items())
     return heads * (coded + group * 2 * DIM * 2) + 16
 
@@ -143,6 +146,11 @@ def fitted_bytes(row: int, first: int, sinks: int, tables: int) -> Callable[[int
     """Codes of `row` bytes, `first` exact rows, sinks, what was fitted to the first rows, and two counters."""
     exact = (first + sinks) * 2 * DIM * 2
     return lambda capacity, heads: heads * (capacity * row + exact + tables) + sinks * 8 + 4 + 8
+
+
+def outlier_bytes(key: int, first: int = 40) -> Callable[[int, int], int]:
+    """Rows alone, the room of the first ones as they came, an order of the channels, two counters."""
+    return lambda capacity, heads: heads * (capacity * (key + EIGHT_BITS) + first * 4 * DIM + 2 * DIM) + 8
 
 
 def zipcache_bytes(capacity: int, heads: int, window: int = 64) -> int:
@@ -170,9 +178,6 @@ def cachegen_bytes(capacity: int, heads: int, bits: int = 4, group: int = 32, re
     """Keys and values in groups along tokens; the exact window; two counters."""
     side = DIM * (capacity * bits // 8 + 4 * capacity // group)
     return heads * (2 * side + (residual + group) * 4 * DIM) + 8
-
-
-EIGHT_BITS = words(DIM, 8) + 2
 
 
 def amc_bytes(capacity: int, heads: int, window: int = 32, residual: int = 32, sinks: int = 4) -> int:
@@ -218,6 +223,7 @@ FORMULAS = {
     "turboquant_rvq": row_bytes(2 * words(DIM, 2) + 2, 2 * DIM),
     "qjl": row_bytes(words(DIM, 1) + 2, EIGHT_BITS),
     "turboquant_prod": row_bytes(2 * words(DIM, 1) + 4, EIGHT_BITS),
+    "turboquant_mse-split": outlier_bytes(words(DIM, 2) + 2 + 8 + 2),
     "polar": row_bytes(
         sum(words(DIM >> level, bits) for level, bits in enumerate((4, 2, 2, 2), 1)) + DIM // 8, EIGHT_BITS
     ),

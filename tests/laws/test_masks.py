@@ -8,11 +8,12 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from laws.common import SPEC, Run, Subject, begin, keys_and_values, over, run_of, spans, tokens_of
-from vq_adapters import TransformKVCache
+from vq_adapters import QuantizerConfigError, TransformKVCache
 from vq_functional.ops.attention import lower_right
 
 CALLS = st.lists(st.sampled_from([1, 1, 2, 5, 9, 30]), min_size=1, max_size=5)
@@ -69,6 +70,17 @@ def test_masks_of_the_functional_api(subject: Subject, pieces: list[int]) -> Non
                 assert transform.evicts or kept == list(range(start))
         previous = [[queries[-1] for queries in heads] for heads in seen]
         run = Run(transform.settle(held, new[0], proxy=True), transform.settled(fill, n))
+
+
+@over()
+def test_windows_that_show_nothing_are_refused(subject: Subject) -> None:
+    transform, cache = subject.transform, TransformKVCache(subject.transform)
+    for window in (0, -1):
+        rule = f"`window` must be an integer >= 1; got {window}"
+        with pytest.raises(QuantizerConfigError, match=rule):
+            transform.make_mask(begin(transform).state, 3, None, window)
+        with pytest.raises(QuantizerConfigError, match=rule):
+            cache.make_mask(3, window_size=window)
 
 
 @over(without=["anchors"])

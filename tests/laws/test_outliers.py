@@ -14,6 +14,7 @@ from laws.common import (
     Subject,
     assert_same,
     begin,
+    call,
     feed,
     held_positions,
     keys_and_values,
@@ -22,6 +23,7 @@ from laws.common import (
     over,
     read_in_order,
     same_array,
+    spans,
     tokens,
 )
 from vq_functional.core.policy import Scene
@@ -115,6 +117,24 @@ def test_a_bad_row_stays_alone(subject: Subject, pieces: list[int], bad: float, 
                 assert np.isfinite(right).all()
     for memory in flatten(getattr(two.state, "memory", ()))[0]:
         assert mx.isfinite(memory).all(), "scores are poisoned"
+
+
+@over("evicts")
+def test_an_evicted_bad_row_reaches_no_attention(subject: Subject) -> None:
+    """Through a mask it would: nothing times NaN is NaN."""
+    transform, run, bad = subject.transform, begin(subject.transform), 20
+    keys, values = keys_and_values(SPEC, TOTAL)
+    here = (mx.arange(TOTAL) == bad)[:, None]
+    keys, values = (mx.where(here, mx.array(np.nan, mx.float16), x) for x in (keys, values))
+    for span in spans([20, 1, 40, 1, 1, 1, 1, 3, 1]):
+        new = keys[:, :, span], values[:, :, span]
+        if span.start > bad:
+            held = transform.write(run.state, *new)
+            gone = ~(transform.positions(held) == bad).any(axis=-1)
+            out = transform.attend(held, new[0], 0.125)
+            assert span.start < 61 or gone.any()
+            assert (mx.isfinite(out).all(axis=(2, 3)) | ~gone).all()
+        run, *_ = call(transform, run, *new)
 
 
 @over("window")

@@ -1,5 +1,7 @@
 """Law: real queries, several a KV head, may change which rows stay and nothing else."""
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -97,6 +99,34 @@ def test_query_heads_that_do_not_fit_are_refused(subject: Subject, heads: int) -
     keys, values = keys_and_values(SPEC, 5)
     with pytest.raises(QuantizerConfigError, match="queries"):
         subject.transform.update(begin(subject.transform).state, keys, values, tokens(5, 7, heads=heads))
+
+
+@over()
+@pytest.mark.parametrize("n", [1, 5])
+def test_arrays_of_other_sizes_are_refused(subject: Subject, n: int) -> None:
+    """Queries of another batch, length, head size or kind of number than the keys, and keys of another batch."""
+    transform, state = subject.transform, begin(subject.transform).state
+    keys, values = keys_and_values(SPEC, n)
+    asking = tokens(n, 7, heads=4)
+    wrong = [asking[:1], mx.concatenate([asking] * 2, axis=2), asking[..., :32], asking.astype(mx.int32), asking[0]]
+    for queries in wrong:
+        with pytest.raises(QuantizerConfigError, match="`queries` must be"):
+            transform.update(state, keys, values, queries)
+    for batch in (1, 3):
+        other = tokens(n, batch=batch)
+        with pytest.raises(QuantizerConfigError, match="`keys` must have 2 batch rows"):
+            transform.update(state, other, other)
+
+
+@over()
+@pytest.mark.parametrize(
+    "padding",
+    [mx.array([1, 2, 3]), mx.array([0]), mx.array(1), mx.array([0, -1]), mx.array([0.0, 1.0]), [0, 1]],
+    ids=["three", "one", "none", "negative", "fraction", "list"],
+)
+def test_padding_of_other_batches_is_refused(subject: Subject, padding: Any) -> None:
+    with pytest.raises(QuantizerConfigError, match="`left_padding` must be an array of 2 integers >= 0"):
+        subject.transform.init_state(SPEC, padding)
 
 
 @over(without=["anchors"])

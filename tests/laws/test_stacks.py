@@ -80,6 +80,42 @@ def test_layer_by_layer_is_all_at_once(subject: Subject, layers: int) -> None:
 
 
 @stacks
+@pytest.mark.parametrize("n", [1, 5])
+def test_a_call_goes_through_all_layers_in_order(subject: Subject, n: int) -> None:
+    """In the functional form too, also where an array's shape can't tell that a layer was left out."""
+    stack, (keys, values) = stack_of(subject, 3), rows_of(3, n)
+    own = [(heads(keys, layer), heads(values, layer)) for layer in range(3)]
+    group = stack.init_group(SPEC)
+    for turn in (0, 1, 2, 0):
+        for layer in {0, 1, 2} - {turn}:
+            with pytest.raises(vq.QuantizerConfigError, match=f"`group` must go to layer {turn} next.*'layer {layer}'"):
+                stack.member(layer).update_in(None, group, *own[layer])
+        if turn:
+            with pytest.raises(vq.QuantizerConfigError, match="`group` must have come to the end of its call"):
+                stack.join(group)
+            with pytest.raises(vq.QuantizerConfigError, match=f"`keys` must hold {n} tokens"):
+                stack.member(turn).update_in(None, group, *(mx.tile(x, (1, 1, 2, 1)) for x in own[turn]))
+        _, group, *_ = stack.member(turn).update_in(None, group, *own[turn])
+
+
+@stacks
+def test_a_member_reads_and_trims_what_it_has_borrowed(subject: Subject) -> None:
+    """Alone it is refused: what the first member holds is that of all layers."""
+    stack, (keys, values) = stack_of(subject, 2), rows_of(2, 150)
+    group = stack.split(stack.update(stack.init_state(attrs.evolve(SPEC, kv_heads=2 * SPEC.kv_heads)), keys, values)[0])
+    read = stack.read(stack.join(group))
+    for layer in range(2):
+        member = stack.member(layer)
+        borrowed = member.borrowed(group[layer], group[0])
+        assert_equal(member.read(borrowed), tuple(heads(x, layer) for x in read))
+        assert_equal(member.read(member.trim(borrowed, 0)), member.read(borrowed))
+        if layer or stack.sinks:
+            for call in (member.read, lambda held, of=member: of.trim(held, 3)):
+                with pytest.raises(vq.QuantizerConfigError, match=f"{subject.name}: `state` must have borrowed"):
+                    call(group[layer])
+
+
+@stacks
 def test_shared_arrays_are_there_once(subject: Subject) -> None:
     """The bytes of a cache list are those of the whole, but for counters."""
     stack = stack_of(subject, 2)
@@ -156,6 +192,8 @@ def test_what_tears_a_stack_apart_is_refused(subject: Subject) -> None:
     member = stack.member(1)
     alone = member.init_state(SPEC)
     with pytest.raises(vq.QuantizerConfigError, match=f"{subject.name}: `group` must have the states of all 2 layers"):
+        member.update_in(None, stack_of(subject, 1).init_group(SPEC), *second)
+    with pytest.raises(vq.QuantizerConfigError, match=f"{subject.name}: `group` must come from `init_group`"):
         member.update_in(None, (alone,), *second)
     with pytest.raises(vq.QuantizerConfigError, match=f"{subject.name}: `state` must have borrowed"):
         member.make_mask(alone, 1)

@@ -716,6 +716,18 @@ def test_bytes_of_other_options_are_refused(change: dict[str, Any]) -> None:
         vq.kvtc_decode(other, sent)
 
 
+def test_what_is_sent_has_no_part_of_a_basis_and_what_is_refused_none_in_its_words() -> None:
+    given = basis()
+    (heads, key_dim, _), (_, value_dim, _) = given.key_basis.shape, given.value_basis.shape
+    transform, other = (vq.kvtc(**SMALL | {"basis": given, "window": window}) for window in (24, 25))
+    state = transform.init_state(vq.KVSpec(kv_heads=heads, key_dim=key_dim, value_dim=value_dim, capacity=8))
+    sent = vq.kvtc_encode(transform, state)
+    assert len(sent) < sum(x.nbytes for x in given.arrays().values()) / 4
+    with pytest.raises(vq.QuantizerConfigError, match=r"^decode_state: `transform` must be .*; got "):
+        vq.kvtc_decode(other, sent)
+    assert len(repr(given)) < 1000
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -755,7 +767,7 @@ def test_only_states_of_the_transform_are_sent(call: Any) -> None:
 def test_bytes(dims: tuple[int, int], heads: int, batch: int, capacity: int, options: dict[str, Any]) -> None:
     o = DEFAULTS | options
     first, _ = layout(0, o)
-    columns = -(-capacity // o["chunk"]) * o["chunk"] + first - o["window"] - o["chunk"]
+    columns = -(-capacity // o["chunk"]) * o["chunk"]
     shared = o["n_sink"] * 8 + 4 * (o["n_sink"] > 0) + 8
     want = batch * shared
     for side, dim in zip("kv", dims):
@@ -864,7 +876,7 @@ def changed(**tables_: mx.array) -> KVTCBasis:
         ("kvtc_calibrate: `keys`", lambda: vq.kvtc_calibrate(mx.zeros((4, 16)), samples())),
         ("kvtc_calibrate: `keys`", lambda: vq.kvtc_calibrate(mx.zeros((0, 2, 16)), samples())),
         ("kvtc_calibrate: `values`", lambda: vq.kvtc_calibrate(samples(), mx.zeros((4, 2, 0)))),
-        ("kvtc_calibrate: `samples`", lambda: vq.kvtc_calibrate(mx.full((4, 2, 16), math.nan), samples())),
+        ("kvtc_calibrate: `keys`", lambda: vq.kvtc_calibrate(mx.full((4, 2, 16), math.nan), samples())),
         ("kvtc_calibrate: `basis`", lambda: vq.kvtc_calibrate(samples(), samples(), basis=basis())),
         ("kvtc: `rank`", lambda: vq.kvtc_calibrate(samples(), samples(), rank=17)),
         ("kvtc: `value_basis`", lambda: vq.kvtc_calibrate(samples(), samples()[:, :1])),

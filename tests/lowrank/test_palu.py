@@ -743,8 +743,7 @@ def test_bytes(heads: int, dim: int, options: dict[str, Any], given_basis: bool)
         for count, bits in sections_of(width, options, side):
             a_token += 2 * count if bits is None else count * bits / 8 + 4 * count / o["group_size"]
     first, _ = layout(0, o["n_fit"], o["residual_length"], given_basis)
-    residual = o["residual_length"] if o["residual_length"] is not None else (32 if given_basis else o["n_fit"] - 32)
-    columns = 320 + first - residual - 32  # in blocks, for 300 tokens
+    columns = 320  # in blocks, for 300 tokens
     want = columns * groups * a_token + heads * 4 * dim * (first + o["n_sink"])
     want += 0 if given_basis else heads * 4 * dim * (width + 1)
     want += o["n_sink"] * 8 + 4 * (o["n_sink"] > 0) + 8  # sinks' places and signals, counters

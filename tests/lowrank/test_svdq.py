@@ -605,7 +605,7 @@ def test_bytes(dim: int, given_rank: int | None, options: dict[str, Any], calibr
     kept, full = sum(width > 0 for width in bits), -(-dim // group) * group
     key = sum(bits) / 8 + 4 * kept / group
     value = 4 * math.ceil(full * o["bits_v"] / 32) + 4 * full / group if o["bits_v"] else 2 * dim
-    columns = -(-300 // block) * block + first - residual - block
+    columns = -(-300 // block) * block
     shared = o["n_sink"] * 8 + 4 * (o["n_sink"] > 0) + 8  # sinks' places and signals, counters
     once = (first + o["n_sink"]) * 4 * dim + (0 if calibrated else 2 * dim * kept + 4 * dim)
     want = 3 * (columns * (key + value) + once) + shared

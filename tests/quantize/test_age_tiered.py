@@ -373,7 +373,7 @@ def test_trim_of_everything_starts_afresh() -> None:
 def test_grow_keeps_what_is_held_and_makes_room() -> None:
     transform = vq.age_tiered(**SMALL)
     keys, values = draw(200, 4), draw(200, 6, seed=1)
-    small = feed(transform, keys[:, :, :100], values[:, :, :100], capacity=32)
+    small = feed(transform, keys[:, :, :100], values[:, :, :100], capacity=100)
     large = transform.grow(small, 200)
     assert transform.capacity(large) >= 200 > transform.capacity(small)
     assert_same_live(transform, large, small)
@@ -384,7 +384,7 @@ def test_grow_keeps_what_is_held_and_makes_room() -> None:
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_call_past_the_capacity_returns_no_plausible_numbers(batch: int) -> None:
     transform = vq.age_tiered(**SMALL)
-    full = feed(transform, draw(100, 4, batch=batch), draw(100, 4, batch=batch), capacity=32)
+    full = feed(transform, draw(100, 4, batch=batch), draw(100, 4, batch=batch), capacity=112)
     for n, fits in ((12, True), (13, False), (60, False)):  # of 112 tokens 32 are old, of 113 48
         _, keys, values = transform.update(full, draw(n, 4, batch=batch), draw(n, 4, batch=batch))
         for x in (keys, values):
@@ -420,7 +420,7 @@ def test_bytes_follow_the_formula(bits: tuple[int, int, int], capacity: int, dty
     transform = vq.age_tiered(recent_boundary=96, mid_boundary=320, group_size=32, **options)
     spec = vq.KVSpec(kv_heads=3, key_dim=64, value_dim=80, batch=2, dtype=dtype, capacity=capacity)
     a_row = [(64 + 80) * (width / 8 + 2 * dtype.size / 32) for width in bits]
-    coded = a_row[0] * 96 + a_row[1] * (320 - 96) + a_row[2] * capacity
+    coded = a_row[0] * 96 + a_row[1] * (320 - 96) + a_row[2] * max(capacity - 320, 32)
     want = 2 * 3 * (coded + 32 * (64 + 80) * dtype.size) + 2 * 4 * 4
     assert vq.nbytes(transform.init_state(spec)) == want
 

@@ -333,6 +333,30 @@ def test_what_a_trim_leaves_reads_as_before(x: int, sinks: dict[str, Any], case:
 
 
 @each
+@pytest.mark.parametrize("x", [1, 20, 60])
+def test_a_trim_of_full_arrays(x: int, case: str) -> None:
+    """The last blocks are read where they are, though fewer rows lie behind their beginning than come back at most."""
+    transform, (keys, values) = build(case), some_rows(96)
+    whole = feed(transform, keys, values, capacity=96)
+    assert whole.coded.item() == transform.capacity(whole) == 96
+    short = transform.trim(whole, x)
+    for got, want, codec in zip(rows_in_order(transform, short), rows_in_order(transform, whole), CASES[case]):
+        assert_reads(got, want[:, : 96 - x], codec)
+
+
+@pytest.mark.parametrize("case", FITTED)
+def test_room_follows_the_rows_and_not_how_many_tables_are_fitted_to(case: str) -> None:
+    cache, (keys, values) = TransformKVCache(build(case)), some_rows(192)
+    cache.update_and_fetch(keys[:, :, :128], values[:, :, :128])
+    assert cache.transform.capacity(cache._settled_state()) == 128
+    for i in range(128, 192):
+        cache.update_and_fetch(keys[:, :, i : i + 1], values[:, :, i : i + 1])
+    assert cache.transform.capacity(cache._settled_state()) == 192
+    straight = feed(cache.transform, keys, values, capacity=192)
+    assert_same_live(cache.transform, cache._state, straight)
+
+
+@each
 def test_rejected_drafts_leave_no_trace(case: str) -> None:
     transform, (keys, values), wrong = build(case, 16), some_rows(75), some_rows(3, seed=5)
     cache, plain = TransformKVCache(transform), TransformKVCache(transform)
@@ -477,8 +501,8 @@ def test_compiled_steps_equal_eager_ones(case: str) -> None:
 class Counting(Blocks):
     """Remembers of each exact row how many calls it has seen."""
 
-    def begin_memory(self, batch: int, heads: int) -> Any:
-        return mx.zeros((batch, heads, self.recent_rows), mx.int32)
+    def begin_memory(self, batch: int, layout: Any) -> Any:
+        return mx.zeros((batch, layout.kv_heads, self.recent_rows), mx.int32)
 
     def remember(self, held: BlockState, queries: mx.array, lengths: mx.array | None, proxy: bool) -> Any:
         row = mx.arange(held.recent.memory.shape[2])

@@ -405,6 +405,11 @@ def test_options_out_of_range_are_refused_by_name(field: str, wrong: Any) -> Non
         vq.gear(**{field: wrong})
 
 
+def test_bits_of_values_that_stay_as_they_came_are_refused() -> None:
+    with pytest.raises(vq.QuantizerConfigError, match="gear: `bits_v` can't be set without `quantize_values`; got 8"):
+        vq.gear(bits_v=8, quantize_values=False)
+
+
 def test_a_rank_above_the_head_size_and_a_policy_are_refused() -> None:
     spec = vq.KVSpec(kv_heads=1, key_dim=64, value_dim=8, capacity=32)
     with pytest.raises(vq.QuantizerConfigError, match="gear: `rank` must be at most the head size 8; got 9"):

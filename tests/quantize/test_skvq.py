@@ -129,7 +129,7 @@ def test_every_row_equals_the_oracle(bits: int, group: int) -> None:
         ({"clip_search": False}, (1.0,)),
         ({"clip_search": False, "clip_alpha": 0.8}, (0.8,)),
         ({"clip_grid": (0.7, 1.0)}, (0.7, 1.0)),
-        ({"clip_grid": CLIPS, "clip_alpha": 0.5}, CLIPS),
+        ({"clip_grid": CLIPS}, CLIPS),
     ],
 )
 def test_shares_of_the_range_are_the_options(options: dict[str, Any], clips: tuple[float, ...], center: str) -> None:
@@ -254,7 +254,7 @@ def test_equal_numbers_come_back(value: float, fp8: bool, dtype: mx.Dtype) -> No
         np.testing.assert_allclose(got, numbers(x)[0], rtol=1 / 16 if fp8 else 0)
 
 
-@pytest.mark.parametrize("factor", [0.25, 16.0])
+@pytest.mark.parametrize("factor", [0.25, 16.0, 2.0**70, 2.0**-80])
 def test_a_power_of_two_leaves_codes_and_orders_alone(factor: float) -> None:
     x = sample(N, 16, dtype=mx.float32)
     one, two = (feed(vq.skvq(**SMALL), rows, rows) for rows in (x, x * factor))
@@ -437,14 +437,26 @@ def test_options_out_of_range_are_refused_by_name(field: str, values: tuple[Any,
             vq.skvq(**{field: value})
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"clip_alpha": 0.3}, "`clip_alpha` can't be set with `clip_search`; got 0.3"),
+        ({"clip_grid": (1.0,), "clip_search": False}, r"`clip_grid` can't be set without `clip_search`; got \(1.0,\)"),
+    ],
+)
+def test_a_share_that_would_not_be_used_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(vq.QuantizerConfigError, match=f"^skvq: {message}$"):
+        vq.skvq(**options)
+
+
 def test_orders_that_do_not_fit_are_refused_by_name() -> None:
     given = np.stack([np.arange(8)] * HEADS)
     with pytest.raises(vq.QuantizerConfigError, match="skvq: `key_order` can't be given without `reorder`"):
         vq.skvq(key_order=given, reorder=False)
-    with pytest.raises(vq.QuantizerConfigError, match="skvq: `head_dim`"):
-        feed(vq.skvq(key_order=given), draw(40, 16), draw(40, 16))
-    with pytest.raises(vq.QuantizerConfigError, match="skvq: `keys`"):
-        feed(vq.skvq(key_order=given[:1]), draw(40, 8), draw(40, 8))
+    for field in ("key_order", "value_order"):
+        for order, dim, rule in ((given, 16, "head size 16"), (given[:1], 8, f"{HEADS} heads")):
+            with pytest.raises(vq.QuantizerConfigError, match=f"^skvq: `{field}` must be of {rule}; got "):
+                feed(vq.skvq(**{field: order}), draw(40, dim), draw(40, dim))
     with pytest.raises(vq.QuantizerConfigError, match="skvq_calibrate: `values`"):
         vq.skvq_calibrate(mx.zeros((4, 1, 8)), mx.zeros((4, 8)))
 

@@ -424,7 +424,7 @@ def test_left_padding_leaves_no_trace(asks: bool) -> None:
 
 
 @pytest.mark.parametrize("dim, group_v", [(32, 32), (64, 64), (96, 32), (256, 128)])
-@pytest.mark.parametrize("options", [{}, {"hi_fraction": 0}, {"hi_fraction": 1}, {"group_size": 64, "hi_bits_v": 8}])
+@pytest.mark.parametrize("options", [{}, {"hi_fraction": 0}, {"hi_fraction": 1}, {"group_size": 64, "hi_bits": 8}])
 @pytest.mark.parametrize("cst", [False, True])
 @pytest.mark.parametrize("quantize_values", [False, True])
 def test_bytes(dim: int, group_v: int, options: dict[str, Any], cst: bool, quantize_values: bool) -> None:
@@ -432,8 +432,8 @@ def test_bytes(dim: int, group_v: int, options: dict[str, Any], cst: bool, quant
     share = Fraction(salient_count(o), o.window)
     both = share not in (0, 1)
     tokenwise = 4 * (dim // group_v)
-    key = dim * (share * 4 + (1 - share) * 2) / 8 + (tokenwise if cst else Fraction(4 * dim, o.group_size)) + both
-    value = dim * (share * (o.hi_bits_v or 4) + (1 - share) * 2) / 8 + tokenwise + both
+    value = dim * (share * o.hi_bits + (1 - share) * 2) / 8 + tokenwise + both
+    key = value if cst else value - tokenwise + Fraction(4 * dim, o.group_size)
     once = 128 * (4 * dim + 8 * both) + 2 * dim * (cst + quantize_values)
     want = HEADS * (384 * (key + (value if quantize_values else 2 * dim)) + once) + 8
     spec = vq.KVSpec(kv_heads=HEADS, key_dim=dim, value_dim=dim, capacity=384)
@@ -449,6 +449,10 @@ def test_bytes(dim: int, group_v: int, options: dict[str, Any], cst: bool, quant
         ({"lo_bits_v": 16}, r"`lo_bits_v` must be one of \(None, 2, 3, 4, 5, 6, 8\); got 16"),
         ({"hi_bits": 2, "lo_bits": 4}, "`hi_bits` must be at least 4; got 2"),
         ({"lo_bits_v": 5}, "`hi_bits_v` must be at least 5; got 4"),
+        *[
+            ({field: 3, "quantize_values": False}, f"`{field}` can't be set without `quantize_values`; got 3")
+            for field in ("hi_bits_v", "lo_bits_v")
+        ],
         ({"hi_fraction": 1.1}, r"`hi_fraction` must be a finite number in \[0, 1\]; got 1.1"),
         ({"hi_fraction": math.nan}, r"`hi_fraction` must be a finite number in \[0, 1\]; got nan"),
         ({"group_size": 48}, r"`group_size` must be one of \(16, 32, 64, 128\); got 48"),

@@ -16,7 +16,7 @@ from vq_functional.methods import METHODS, TABLE, Method
 HEAD = ("method", "tokens", "prefix", "queries", "codes", "calibration", "layers", "what it does")
 LEGEND = """
 tokens       kept: all of them, or some are evicted
-prefix       of an earlier prompt that can be reused: any, or one of exactly the same length
+prefix       any, or stored ones: of prompts that a later one begins with
 queries      whether real queries matter, which the attention hook brings
 codes        whether attention reads codes, which it does with the hook
 calibration  whether tables that fit a model can be given, by --store; none needs them
@@ -52,7 +52,7 @@ def facts(row: Method) -> dict[str, Any]:
         "summary": (inspect.getdoc(inspect.getmodule(row.build)) or "").partition("\n")[0],
         "paper": row.paper,
         "tokens": "some" if transform.evicts else "all",
-        "prefix": "any" if transform.trimmable else "exact",
+        "prefix": "any" if transform.trimmable else "stored",
         "queries": "uses_queries" in row.traits,
         "codes": "attends_codes" in row.traits,
         "calibration": row.name in CALIBRATORS,

@@ -10,9 +10,10 @@ from typing import Any
 
 import mlx.nn as nn
 
-from vq_adapters.builder import KVCacheBuilder, rows_kept
+from vq_adapters.builder import KVCacheBuilder
 from vq_adapters.cli.parsing import Parser, UsageError, say
 from vq_adapters.config import KVCacheConfig, Layer
+from vq_adapters.group import unlike
 from vq_adapters.hook import can_hook, install_attention
 from vq_functional.core.transform import Transform
 from vq_functional.methods import Method, find
@@ -72,10 +73,13 @@ def takes_back(config: KVCacheConfig) -> bool:
 
 
 def uneven(config: KVCacheConfig) -> bool:
-    """Whether layers may hold different numbers of rows, told by those that lists name, or by two."""
+    """Whether layers may hold different numbers of rows, told by those that lists name, or by two.
+
+    A default budget stands for one in bytes, which is the same number of rows where layers are alike.
+    """
+    config = config._checkable()
     count = max((len(entries) for entries in config._lists().values()), default=2)
-    layers = [config.for_layer(Layer(index, count, index)).transform() for index in range(count)]
-    return any(one.agrees for one in layers) or len({rows_kept(one) for one in layers}) > 1
+    return unlike(config.for_layer(Layer(index, count, index)).transform() for index in range(count))
 
 
 def sample(row: Method) -> Transform:

@@ -15,9 +15,10 @@ import attrs
 from mlx_lm import server
 
 from vq_adapters.cli.models import check_draft, check_mlx_lm, compressing, patched, reports_in_one_line, uneven
-from vq_adapters.cli.parsing import LongHelp, UsageError, add_cache_arguments, model_name
+from vq_adapters.cli.parsing import LongHelp, UsageError, add_cache_arguments, model_name, say
 from vq_adapters.cli.settings import configuration
 from vq_adapters.config import KVCacheConfig
+from vq_adapters.names import name_of
 
 DEFAULT = "default_model"  # mlx_lm's name for what its options name
 PATIENCE = 2.0  # seconds
@@ -44,13 +45,21 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _check_batches(config: KVCacheConfig | None, hook: bool) -> None:
-    """Refuse what a batch could raise: mlx_lm's generating thread ends by it, and the server with that."""
+    """Refuse what a batch could raise: mlx_lm's generating thread ends by it, and the server with that.
+
+    What a method can't do without is told of.
+    """
     if config is None:
         return
     if config.capacity is not None:
         raise UsageError("`capacity` would end the server at the first request past it; bound answers by --max-tokens")
+    if config.method == "qfilters" and config.qfilters_on_low_retention == "raise":
+        raise UsageError("`qfilters_on_low_retention=raise` would end the server; leave it at warn")
     if not hook and uneven(config):
         raise UsageError(f"--no-hook can't serve batches of {config.method}: its layers hold different numbers of rows")
+    if config.max_tokens is not None:
+        field = name_of(config.method, "max_ctx")
+        say(f"warning: a request of more than {config.max_tokens} tokens would end the server; `{field}` says how many")
 
 
 @attrs.define

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import json
 import warnings
 from collections.abc import Iterable
@@ -18,10 +17,10 @@ from vq_adapters.config import KVCacheConfig
 from vq_adapters.documented import DEFAULTS, METHOD_NAMES, options_of
 from vq_adapters.names import name_of
 from vq_adapters.options import OPTIONS
-from vq_functional.core.errors import QuantizerConfigError
+from vq_adapters.persistence import DTYPES
+from vq_functional.core.errors import QuantizerConfigError, alike
 
 WORDS: dict[str, Any] = {"none": None, "null": None, "true": True, "false": False}
-DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
 # Fields that no text can fill, and what to write.
 ELSEWHERE = {
@@ -57,7 +56,7 @@ def configuration(args: argparse.Namespace) -> KVCacheConfig | None:
 def method_name(name: str) -> str:
     """`name`, if there is such a method; raises UsageError with names like it."""
     if name not in METHOD_NAMES:
-        raise UsageError(f"no method {name!r}{_like(name, METHOD_NAMES)}; `vq methods` lists them all")
+        raise UsageError(f"no method {name!r}{alike(name, METHOD_NAMES)}; `vq methods` lists them all")
     return name
 
 
@@ -96,13 +95,12 @@ def _fields(args: argparse.Namespace, method: str) -> dict[str, Any]:
 def _short(args: argparse.Namespace, method: str) -> Iterable[tuple[str, Any]]:
     """Fields and values of the arguments with names of their own."""
     known = options_of(method)
-    if args.bits is not None:
-        yield (name_of(method, "bits") if "bits" in known else "bit_width_inlier"), parse(args.bits)
-    if args.budget is not None:
-        names = [option for option in BUDGETS if option in known and name_of(method, option) in DEFAULTS]
-        if not names:
-            raise UsageError(f"--budget has no effect on {method}: it has no budget")
-        yield name_of(method, names[0]), parse(args.budget)
+    for name, options in {"bits": ("bits",), "budget": BUDGETS}.items():
+        if getattr(args, name) is not None:
+            found = [option for option in options if option in known]
+            if not found:
+                raise UsageError(f"--{name} has no effect on {method}; `vq methods --method {method}` lists options")
+            yield name_of(method, found[0]), parse(getattr(args, name))
     if args.seed is not None:
         yield (name_of(method, "seed") if "seed" in known else "seed"), args.seed
     if args.dtype is not None:
@@ -132,7 +130,7 @@ def field_named(name: str, method: str) -> str:
         return name
     if short.get(name) in known:
         return short[name]
-    raise UsageError(f"no option {name!r}{_like(name, [*short, *known])}; `vq methods --method {method}` lists them")
+    raise UsageError(f"no option {name!r}{alike(name, [*short, *known])}; `vq methods --method {method}` lists them")
 
 
 def _known(method: str) -> dict[str, Any]:
@@ -143,11 +141,6 @@ def _known(method: str) -> dict[str, Any]:
 def _class_fields(method: str) -> dict[str, Any]:
     """Fields of the method's options class and their defaults."""
     return {field.name: field.default for field in dataclasses.fields(OPTIONS[method])} if method in OPTIONS else {}
-
-
-def _like(name: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, list(dict.fromkeys(known)))
-    return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
 def _literal(text: str) -> Any:

@@ -13,13 +13,13 @@ import mlx.core as mx
 
 from vq_functional.codebook.normal_codes import BYTE, SignedCodes, normal_codebook
 from vq_functional.core.codec import Codec, Coder, Rows
-from vq_functional.core.errors import check, check_choice, check_int
+from vq_functional.core.errors import check, check_choice, check_int, check_seed
 from vq_functional.core.transform import Transform
 from vq_functional.ops.affine import Groups, dequantize, quantize
-from vq_functional.ops.rotations import HadamardRotation, Rotation, hadamard_size, random_rotation
+from vq_functional.ops.rotations import Rotation, fixed_rotation
 from vq_functional.ops.vector_codes import VectorCodes
 from vq_functional.ops.vectors import norm, to_dtype
-from vq_functional.quantize.blocks import blocks
+from vq_functional.quantize.blocks import Blocks
 
 HELD_BITS = 4  # of lengths and means in double quantization
 HELD_GROUP = 64  # of them share scale and zero; all of a chunk, or of a mean, where that does not divide them
@@ -33,9 +33,8 @@ class NSNQuantOptions:
     `residual_length` rows are coded together; until there are so many they are
     exact. `codebook_size` entries, made from `seed`. `rescale`: rows are read
     with the length that they had, and not with that of their entries.
-    `double_quantization`: lengths and means in 4 bits. `max_ctx` bounds the
-    tokens of a cache; a transform has no such bound. `bits_k` and `bits_v`
-    override `bits` for keys and for values.
+    `double_quantization`: lengths and means in 4 bits. `max_ctx` tokens at
+    most. `bits_k` and `bits_v` override `bits` for keys and for values.
     """
 
     bits: int = 2
@@ -54,7 +53,7 @@ class NSNQuantOptions:
         check_int("nsnquant", "residual_length", self.residual_length, 2)
         check_int("nsnquant", "codebook_size", self.codebook_size, 2, 2**BYTE)
         check_int("nsnquant", "subvector_dim", self.subvector_dim, 1)
-        check_int("nsnquant", "seed", self.seed, 0, 2**32 - 1)
+        check_seed("nsnquant", self.seed)
         check_int("nsnquant", "max_ctx", self.max_ctx, 1)
         check_choice("nsnquant", "double_quantization", self.double_quantization, (True, False))
         check_choice("nsnquant", "rescale", self.rescale, (True, False))
@@ -87,7 +86,7 @@ class NSNQuantCodec(Codec):
         check(dim % self.size == 0, self.name, "head_dim", f"must be a multiple of {self.size}", dim)
         codebook = normal_codebook(self.size, self.count, self.seed, self.bits == 2)
         codes = SignedCodes(codebook, dim) if self.bits == 2 else VectorCodes(codebook, BYTE, dim)
-        return NSNQuantCoder(dim, dtype, self.chunk, hadamard(dim, self.seed), codes, self.double, self.rescale)
+        return NSNQuantCoder(dim, dtype, self.chunk, fixed_rotation(dim, self.seed), codes, self.double, self.rescale)
 
 
 @attrs.frozen(eq=False)
@@ -169,15 +168,6 @@ class NSNQuantCoder(Coder):
         return codes, s1, s2, self._read(numbers[2 * step :], self.dim)
 
 
-def hadamard(dim: int, seed: int) -> Rotation:
-    """The Hadamard transform, or where it is not its own inverse a random rotation."""
-    if not hadamard_size(dim):
-        return random_rotation(dim, seed)
-    signs = mx.ones((1, dim))
-    mx.eval(signs)
-    return HadamardRotation(signs)
-
-
 def nsnquant_codec(
     *,
     bits: int = 2,
@@ -209,4 +199,4 @@ def nsnquant(**options: Any) -> Transform:
     own = {"max_ctx", "bits_k", "bits_v"}
     shared = attrs.asdict(o, filter=lambda field, _: field.name not in own)
     key, value = (nsnquant_codec(**shared | {"bits": bits or o.bits}) for bits in (o.bits_k, o.bits_v))
-    return blocks(key=key, value=value, residual=0, name="nsnquant")
+    return Blocks("nsnquant", key, value, max_ctx=o.max_ctx)

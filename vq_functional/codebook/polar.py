@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from vq_functional.codebook.angles import AngleLevel, Lookup, angle_levels, lookups
 from vq_functional.core.codec import Codec, Coder, Rows
-from vq_functional.core.errors import check, check_choice, check_int
+from vq_functional.core.errors import check, check_choice, check_int, check_seed
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.ops.rotations import Rotation, random_rotation
@@ -43,13 +43,13 @@ class PolarOptions:
     def __attrs_post_init__(self) -> None:
         check_int("polar", "bits", self.bits, 1, 8)
         _check_level_bits(self.level_bits)
-        check_int("polar", "seed", self.seed, 0)
+        check_seed("polar", self.seed)
         check_int("polar", "rounds", self.rounds, 1)
         check_choice("polar", "polar_values", self.polar_values, (True, False))
         for field, bits in (("bits_k", self.bits_k), ("bits_v", self.bits_v)):
-            if bits is not None:
-                check_int("polar", field, bits, 1, 8)
-                check(self.level_bits is None, "polar", field, "can't be set beside `level_bits`", bits)
+            check_int("polar", field, bits, 1, 8, optional=True)
+            beside = bits is None or self.level_bits is None
+            check(beside, "polar", field, "can't be set beside `level_bits`", bits)
         used = self.polar_values or self.bits_v is None
         check(used, "polar", "bits_v", "can't be set without `polar_values`", self.bits_v)
 

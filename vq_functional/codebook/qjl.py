@@ -14,7 +14,7 @@ import attrs
 import mlx.core as mx
 
 from vq_functional.core.codec import Codec, Coder, Rows
-from vq_functional.core.errors import check, check_choice, check_int
+from vq_functional.core.errors import check, check_choice, check_int, check_seed
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.ops.rotations import random_orthogonal
@@ -41,10 +41,9 @@ class QJLOptions:
 
 def check_sketch(method: str, jl_dim: int | None, seed: int, sketch: str) -> None:
     """Check the options of a sketch."""
-    if jl_dim is not None:
-        check_int(method, "jl_dim", jl_dim, 32)
-        check(jl_dim % 32 == 0, method, "jl_dim", "must be a multiple of 32", jl_dim)
-    check_int(method, "seed", seed, 0)
+    check_int(method, "jl_dim", jl_dim, 32, optional=True)
+    check(jl_dim is None or jl_dim % 32 == 0, method, "jl_dim", "must be a multiple of 32", jl_dim)
+    check_seed(method, seed)
     check_choice(method, "sketch", sketch, ("orthogonal", "gaussian"))
 
 

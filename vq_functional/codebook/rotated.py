@@ -8,7 +8,7 @@ import attrs
 import mlx.core as mx
 
 from vq_functional.core.codec import Codec, Coder, Rows, bind
-from vq_functional.core.errors import check, check_int
+from vq_functional.core.errors import check, check_seed
 from vq_functional.ops.rotations import Rotation, random_rotation
 from vq_functional.ops.vectors import to_dtype
 
@@ -23,7 +23,7 @@ class RotatedCodec(Codec):
     def __attrs_post_init__(self) -> None:
         alone = isinstance(self.codec, Codec) and self.codec.unit == 1 and self.codec.warmup == 0
         check(alone, "rotated", "codec", "must be a codec whose rows stand alone", self.codec)
-        check_int("rotated", "seed", self.seed, 0)
+        check_seed("rotated", self.seed)
 
     @property
     def name(self) -> str:  # type: ignore[override]

@@ -10,8 +10,6 @@ to the codes; sketches are orthogonal. Without calibrated axes a random
 rotation stands in.
 """
 
-import functools
-import warnings
 from typing import Any
 
 import attrs
@@ -20,10 +18,11 @@ import mlx.core as mx
 from vq_functional.codebook.spectral_basis import SpectralBasis, check_axes
 from vq_functional.codebook.spectral_codes import BlockCodes, RestSketch, block_codes, rest_sketch
 from vq_functional.core.codec import Codec, Coder, Rows
-from vq_functional.core.errors import check, check_choice, check_int
+from vq_functional.core.errors import SEEDS, check, check_choice, check_int, check_seed
 from vq_functional.core.store import rows
 from vq_functional.core.table import Table, to_table
 from vq_functional.core.transform import Transform
+from vq_functional.core.warn import warn_uncalibrated
 from vq_functional.ops.packing import words
 from vq_functional.ops.rotations import random_orthogonal
 from vq_functional.ops.rows import extend_rows
@@ -60,16 +59,16 @@ class SpectralOptions:
 
     def __attrs_post_init__(self) -> None:
         for field in ("bits", "bits_k", "bits_v"):
-            if field == "bits" or getattr(self, field) is not None:
-                check_int("spectral", field, getattr(self, field), 1, 8)
+            check_int("spectral", field, getattr(self, field), 1, 8, optional=field != "bits")
         for field in ("key_d_eff", "val_d_eff"):
             check_int("spectral", field, getattr(self, field), 1)
-        check_int("spectral", "seed", self.seed, 0)
+        check_seed("spectral", self.seed)
         check_choice("spectral", "apply_qjl", self.apply_qjl, (True, False))
         named = isinstance(self.model_name, str) and self.model_name != ""
         check(named, "spectral", "model_name", "must be a name", self.model_name)
         known = self.basis is None or isinstance(self.basis, SpectralBasis)
         check(known, "spectral", "basis", "must come from spectral_calibrate", self.basis)
+        check_choice("spectral", "sketch", self.sketch, SKETCHES)
         _check_ways(self.scale, self.codebook, self.sketch, self.fold)
 
 
@@ -100,7 +99,7 @@ class SpectralCodec(Codec):
     def __attrs_post_init__(self) -> None:
         check_int("spectral", "bits", self.bits, 1, 8)
         check_int("spectral", "d_eff", self.d_eff, 1)
-        check_int("spectral", "seed", self.seed, 0)
+        check_seed("spectral", self.seed)
         _check_ways(self.scale, self.codebook, self.sketch, self.fold)
         if self.axes is not None:
             check_axes("axes", self.axes.array, self.d_eff)
@@ -124,7 +123,7 @@ class SpectralCodec(Codec):
     def _matrix(self, dim: int) -> mx.array:
         """What rows are multiplied with, float32 [H or 1, D, D]."""
         if self.axes is None:
-            _warn_uncalibrated()
+            warn_uncalibrated("spectral", "without a `basis` random axes stand in for principal ones")
             matrix = random_orthogonal(dim, self.seed)[None]
             mx.eval(matrix)
             return matrix
@@ -222,12 +221,6 @@ def turned(x: mx.array, matrix: mx.array) -> mx.array:
     return tiles.reshape(padded.shape)[:, :, :n]
 
 
-@functools.cache
-def _warn_uncalibrated() -> None:
-    text = "spectral: no `basis` is given, so a random rotation stands in for the axes that spectral_calibrate finds"
-    warnings.warn(text, UserWarning, stacklevel=4)
-
-
 def spectral_codec(
     *,
     bits: int = 2,
@@ -253,7 +246,7 @@ def spectral(**options: Any) -> Transform:
     """Keys and values as two blocks of scalar codes along principal axes; keeps every token."""
     o = SpectralOptions(**options)
     key: dict[str, Any] = {"bits": o.bits_k or o.bits, "seed": o.seed, "d_eff": o.key_d_eff}
-    value: dict[str, Any] = {"bits": o.bits_v or o.bits, "seed": o.seed + 1, "d_eff": o.val_d_eff}
+    value: dict[str, Any] = {"bits": o.bits_v or o.bits, "seed": (o.seed + 1) % SEEDS, "d_eff": o.val_d_eff}
     if o.basis is not None:
         key |= {"axes": o.basis.key_axes, "d_eff": o.basis.key_d_eff}
         value |= {"axes": o.basis.val_axes, "d_eff": o.basis.val_d_eff}

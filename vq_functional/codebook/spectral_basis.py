@@ -101,8 +101,7 @@ def spectral_calibrate(
     ):
         fits = len(rows.shape) == 3 and 0 not in rows.shape
         check(fits, "spectral_calibrate", field, "must be [N, H, D]", tuple(rows.shape))
-        if size is not None:
-            check_int("spectral_calibrate", option, size, 1, rows.shape[2])
+        check_int("spectral_calibrate", option, size, 1, rows.shape[2], optional=True)
         axes, energy = _axes(to_numpy(rows), pooled, centred)
         found += [*_tables(axes, energy), RULES[rule](energy) if size is None else size]
     return SpectralBasis(*found)

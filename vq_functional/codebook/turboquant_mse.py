@@ -3,7 +3,8 @@
 Keys by `turboquant_mse_codec`, values in 8 bits a number with one scale a
 token. Differs from the paper: the rotation is a randomized Hadamard transform
 where the head size allows it, and the codebook is solved for the exact
-density of a coordinate at that size.
+density of a coordinate at that size. Outlier channels of keys may be held
+apart, and are chosen by the first rows.
 """
 
 from typing import Any
@@ -11,20 +12,19 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
-from vq_functional.codebook.scalar import ScalarCodes, scalar_codes
+from vq_functional.codebook.outlier_channels import OutlierOptions, every_row, own_first
 from vq_functional.core.codec import Codec, Coder, Rows
-from vq_functional.core.errors import check, check_choice, check_int
-from vq_functional.core.store import rows
+from vq_functional.core.errors import check, check_choice, check_int, check_seed
 from vq_functional.core.transform import Transform
 from vq_functional.ops.codebooks import sphere_codebook
 from vq_functional.ops.rotations import Rotation, random_rotation
+from vq_functional.ops.scalar import ScalarCodes, scalar_codes
 from vq_functional.ops.vectors import TINY, norm, scaled
-from vq_functional.quantize.int8 import int8_codec
 
 
-@attrs.frozen(kw_only=True)
-class TurboQuantMSEOptions:
-    """`bits` a coordinate of the keys; `seed` of the rotation.
+@attrs.frozen(kw_only=True, field_transformer=own_first)
+class TurboQuantMSEOptions(OutlierOptions):
+    """`bits` a coordinate of the keys; `seed` of the rotation; outlier channels as in OutlierOptions.
 
     `unbiased` stores |x| / <u, u^> in place of |x|, so that products with the
     decoded row have no shrinkage, for the same bytes. `rounds` of the Hadamard
@@ -38,9 +38,10 @@ class TurboQuantMSEOptions:
 
     def __attrs_post_init__(self) -> None:
         check_int("turboquant_mse", "bits", self.bits, 1, 8)
-        check_int("turboquant_mse", "seed", self.seed, 0)
+        check_seed("turboquant_mse", self.seed)
         check_choice("turboquant_mse", "unbiased", self.unbiased, (True, False))
         check_int("turboquant_mse", "rounds", self.rounds, 1)
+        self.check_outliers("turboquant_mse")
 
 
 @attrs.frozen
@@ -122,12 +123,13 @@ class RotatedCoder(Coder):
         return total
 
 
-def turboquant_mse_codec(**options: Any) -> TurboQuantMSECodec:
+def turboquant_mse_codec(**options: Any) -> Codec:
     """Codec for keys or values; options as in TurboQuantMSEOptions."""
     o = TurboQuantMSEOptions(**options)
-    return TurboQuantMSECodec(o.bits, o.seed, o.unbiased, o.rounds)
+    inner = TurboQuantMSECodec(o.bits, o.seed, o.unbiased, o.rounds)
+    return o.split(inner, attrs.evolve(inner, bits=o.bits_outlier) if o.bits_outlier else None)
 
 
 def turboquant_mse(**options: Any) -> Transform:
     """Keys as rotated scalar codes, values in 8 bits; keeps every token."""
-    return rows(key=turboquant_mse_codec(**options), value=int8_codec(), name="turboquant_mse")
+    return every_row("turboquant_mse", turboquant_mse_codec(**options))

@@ -12,25 +12,25 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
+from vq_functional.codebook.outlier_channels import OutlierOptions, every_row, own_first
 from vq_functional.codebook.qjl import QJLCodec, check_sketch
 from vq_functional.codebook.turboquant_mse import RotatedCoder, TurboQuantMSECodec
 from vq_functional.core.codec import Codec, Coder, Rows
 from vq_functional.core.errors import check, check_int
-from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.ops.vectors import to_dtype
-from vq_functional.quantize.int8 import int8_codec
 
 SKETCH_SEED = 104_729  # apart from the rotation's seed: the two must be independent
 
 
-@attrs.frozen(kw_only=True)
-class TurboQuantProdOptions:
+@attrs.frozen(kw_only=True, field_transformer=own_first)
+class TurboQuantProdOptions(OutlierOptions):
     """`bits` a coordinate of the keys, one of them for the sketch; at 1 there is only the sketch.
 
     `jl_dim` projections, a multiple of 32; None for one a coordinate. `seed` of
     rotation and sketch; `sketch` with "orthogonal" or "gaussian" rows; `rounds`
-    of the Hadamard rotation.
+    of the Hadamard rotation. Outlier channels as in OutlierOptions; their codes
+    are unbiased ones of turboquant_mse, and have no sketch.
     """
 
     bits: int = 2
@@ -43,6 +43,7 @@ class TurboQuantProdOptions:
         check_int("turboquant_prod", "bits", self.bits, 1, 8)
         check_sketch("turboquant_prod", self.jl_dim, self.seed, self.sketch)
         check_int("turboquant_prod", "rounds", self.rounds, 1)
+        self.check_outliers("turboquant_prod")
 
 
 @attrs.frozen
@@ -88,12 +89,13 @@ class TurboQuantProdCoder(Coder):
         return self.codes.dot_turned(turned, rows[:2]) + self.sketch.dot(turned, rows[2:])
 
 
-def turboquant_prod_codec(**options: Any) -> TurboQuantProdCodec:
+def turboquant_prod_codec(**options: Any) -> Codec:
     """Codec for keys; options as in TurboQuantProdOptions."""
     o = TurboQuantProdOptions(**options)
-    return TurboQuantProdCodec(o.bits, o.jl_dim, o.seed, o.sketch, o.rounds)
+    outer = TurboQuantMSECodec(o.bits_outlier, o.seed, True, o.rounds) if o.bits_outlier else None
+    return o.split(TurboQuantProdCodec(o.bits, o.jl_dim, o.seed, o.sketch, o.rounds), outer)
 
 
 def turboquant_prod(**options: Any) -> Transform:
     """Keys as rotated scalar codes and a sketch of the rest, values in 8 bits; keeps every token."""
-    return rows(key=turboquant_prod_codec(**options), value=int8_codec(), name="turboquant_prod")
+    return every_row("turboquant_prod", turboquant_prod_codec(**options))

@@ -11,14 +11,14 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
-from vq_functional.codebook.scalar import scalar_codes
 from vq_functional.codebook.turboquant_mse import RotatedCoder
 from vq_functional.core.codec import Codec, Coder
-from vq_functional.core.errors import check, check_choice, check_int
+from vq_functional.core.errors import check, check_choice, check_int, check_seed
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.ops.codebooks import laplace_codebook, residual_codebook, sphere_codebook
 from vq_functional.ops.rotations import random_rotation
+from vq_functional.ops.scalar import scalar_codes
 from vq_functional.quantize.int8 import int8_codec
 
 
@@ -38,7 +38,7 @@ class TurboQuantRVQOptions:
 
     def __attrs_post_init__(self) -> None:
         check_int("turboquant_rvq", "bits", self.bits, 1, 8)
-        check_int("turboquant_rvq", "seed", self.seed, 0)
+        check_seed("turboquant_rvq", self.seed)
         check_choice("turboquant_rvq", "unbiased", self.unbiased, (True, False))
         check_int("turboquant_rvq", "rounds", self.rounds, 1)
         check_choice("turboquant_rvq", "value_bits", self.value_bits, (None, 8))

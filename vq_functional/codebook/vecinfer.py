@@ -9,8 +9,6 @@ random and divided by its root mean square, so that one codebook for normal
 numbers serves every layer of every model.
 """
 
-import functools
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,19 +17,13 @@ import mlx.core as mx
 import numpy as np
 
 from vq_functional.core.codec import Codec, Coder, Rows
-from vq_functional.core.errors import check, check_choice, check_int
+from vq_functional.core.errors import check, check_choice, check_int, check_seed
 from vq_functional.core.store import rows
 from vq_functional.core.table import Table, check_table, to_table
 from vq_functional.core.transform import Transform
+from vq_functional.core.warn import warn_uncalibrated
 from vq_functional.ops.kmeans import Floats, kmeans, on_host
-from vq_functional.ops.rotations import (
-    DenseRotation,
-    HadamardRotation,
-    Rotation,
-    hadamard_size,
-    random_orthogonal,
-    random_rotation,
-)
+from vq_functional.ops.rotations import Rotation, fixed_rotation, random_rotation
 from vq_functional.ops.vector_codes import Codebook, VectorCodes, gaussian_codebook, has_gaussian
 from vq_functional.ops.vectors import TINY, norm, scaled, to_dtype
 
@@ -63,7 +55,7 @@ class VecInferOptions:
     seed: int = 42
 
     def __attrs_post_init__(self) -> None:
-        check_int("vecinfer", "seed", self.seed, 0, 2**32 - 1)
+        check_seed("vecinfer", self.seed)
         for side in SIDES:
             size, bits, table = (getattr(self, f"{side}_{what}") for what in ("sub_dim", "codebook_bits", "codebook"))
             check_int("vecinfer", f"{side}_sub_dim", size, 1)
@@ -165,16 +157,6 @@ class VecInferCoder(Coder):
         return (rows[:-1], rows[-1].astype(mx.float32)) if self.free else (rows, None)
 
 
-@functools.lru_cache(maxsize=16)
-def fixed_rotation(dim: int) -> Rotation:
-    """The Hadamard transform itself; at sizes that it can't take, one dense rotation."""
-    if not hadamard_size(dim):
-        return DenseRotation(random_orthogonal(dim, 0))
-    signs = mx.ones((1, dim))
-    mx.eval(signs)
-    return HadamardRotation(signs)
-
-
 @attrs.frozen(eq=False)
 class VecInferTables:
     """What `vecinfer_calibrate` finds for one layer, under the names of the options."""
@@ -233,11 +215,5 @@ def vecinfer(**options: Any) -> Transform:
     """Keys and values as indices of codebook entries; keeps every token. Warns where a codebook is missing."""
     key, value = (vecinfer_codec(side=side, **options) for side in SIDES)
     if key.codebook is None or value.codebook is None:
-        _warn_uncalibrated()
+        warn_uncalibrated("vecinfer", "without codebooks ones for normal numbers stand in")
     return rows(key=key, value=value, name="vecinfer")
-
-
-@functools.cache
-def _warn_uncalibrated() -> None:
-    text = "vecinfer: without codebooks of `vecinfer_calibrate` ones for normal numbers stand in"
-    warnings.warn(text, UserWarning, stacklevel=3)

@@ -11,6 +11,7 @@ import attrs
 import mlx.core as mx
 
 from vq_functional.core.tree import flatten, rebuild
+from vq_functional.ops.vectors import to_dtype
 
 Rows: TypeAlias = tuple[mx.array, ...]  # each array [B, H, S, width]
 
@@ -92,7 +93,7 @@ def bind(codec: Codec, dim: int, dtype: mx.Dtype) -> Coder:
 
 @attrs.frozen
 class PlainCodec(Codec):
-    """Rows held as they come, in the input dtype or in the one that `storage` names."""
+    """Rows held as they come, in the input dtype or, clipped to its range, in the one that `storage` names."""
 
     storage: str | None = None
     name = "plain"
@@ -110,7 +111,7 @@ class PlainCoder(Coder):
     storage: mx.Dtype
 
     def encode(self, x: mx.array) -> Rows:
-        return (x.astype(self.storage),)
+        return (x if x.dtype == self.storage else to_dtype(x.astype(mx.float32), self.storage),)
 
     def decode(self, rows: Rows) -> mx.array:
         return rows[0].astype(self.dtype)

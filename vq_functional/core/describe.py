@@ -35,7 +35,8 @@ def restore(data: Any) -> Any:
         return data
     fields = {name: restore(value) for name, value in data.items() if name != "kind"}
     kinds = _kinds()
-    check(data.get("kind") in kinds, "restore", "kind", "must name a known part", data.get("kind"))
+    rule = "must name a known part; import the module that defines it before loading"
+    check(data.get("kind") in kinds, "restore", "kind", rule, data.get("kind"))
     return kinds[data["kind"]](**fields)
 
 

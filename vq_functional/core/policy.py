@@ -32,6 +32,7 @@ class Shares:
 
     own: mx.array  # float32 [B, H, K]
     lost: mx.array  # float32 [B, H, K, R]
+    target: mx.array | None = None  # int [B, H, K]: which of the kept rows these are, all different; None for all
 
 
 @attrs.frozen(eq=False)
@@ -44,7 +45,7 @@ class Scene:
     key_parts: Parts
     value_parts: Parts
     position: mx.array  # int32 [B, H, T]: token position, below zero in an empty column
-    queries: mx.array  # [B, H*G, S, D]; with `proxy` the new keys
+    queries: mx.array  # [B, H*G, S, D], as scores q . k * `scale` take them; with `proxy` the new keys
     query_position: mx.array  # int32 [B, S]: below zero for padding
     offset: mx.array  # int32 [B]: tokens seen, this call's included
     lengths: mx.array  # int32 [B]: this call's tokens without padding
@@ -65,6 +66,10 @@ class Scene:
         """Keys [B, H, T, D] as the store gives them back."""
         return decode(self.key_parts)
 
+    def sound(self) -> mx.array:
+        """Bool [B, H, T]: columns whose keys are finite."""
+        return mx.isfinite(self.keys()).all(axis=-1)
+
     def logits(self, queries: mx.array) -> mx.array:
         """Scaled scores float32 [B, H, G, M, T] of `queries` [B, H*G, M, D], straight from codes."""
         return logits(self.key_parts, queries, self.scale)
@@ -72,6 +77,11 @@ class Scene:
     def attention(self, queries: mx.array, visible: mx.array) -> mx.array:
         """Probabilities float32 [B, H, G, M, T] over `visible` [B, H, M, T]."""
         return probabilities(self.key_parts, queries, self.scale, visible)
+
+
+def _own_spans(protect: Any) -> Spans:
+    """`protect` of a policy, as `to_spans` takes it."""
+    return to_spans("policy", protect)
 
 
 @attrs.frozen
@@ -87,12 +97,13 @@ class Policy:
     budget: int | float
     n_sink: int = 0
     recent: int = 0
-    protect: Spans = ()
+    protect: Spans = attrs.field(default=(), converter=_own_spans)
 
     name: ClassVar[str]
     prompt_only: ClassVar[bool] = False  # single tokens are only appended
     latest: ClassVar[bool] = True  # of equal priorities the later position stays
     stride: ClassVar[int | None] = None  # standing-in keys settle so many at a time
+    learns_early: ClassVar[bool] = False  # `carry_on` changes nothing once rows have gone
     folds: ClassVar[int] = 0  # rows that an evicted row may be folded into
 
     @property
@@ -194,19 +205,18 @@ def check_policy(
     protect: Spans,
     recent_field: str = "recent",
     budget_field: str = "budget",
+    free: int = 1,
 ) -> None:
-    """The rules that all budgets obey: at least one row must be free to go."""
-    if isinstance(budget, float):
-        check(
-            0 < budget < 1, name, budget_field, "must be an integer, or a share of the prompt between 0 and 1", budget
-        )
-    else:
-        check_int(name, budget_field, budget, 1)
+    """The rules that all budgets obey: at least `free` rows beside the protected ones."""
+    share = isinstance(budget, float) and 0 < budget < 1
+    whole = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1
+    rule = "must be an integer >= 1, or a share of the prompt between 0 and 1"
+    check(share or whole, name, budget_field, rule, budget)
     check_int(name, "n_sink", n_sink, 0)
     check_int(name, recent_field, recent, 0)
     shielded = recent + n_sink + spared(protect, n_sink)
-    rule = f"must exceed the {shielded} rows of `n_sink`, `{recent_field}` and `protect`"
-    check(isinstance(budget, float) or shielded < budget, name, budget_field, rule, budget)
+    rule = f"must {'exceed' if free else 'hold'} the {shielded} rows of `n_sink`, `{recent_field}` and `protect`"
+    check(isinstance(budget, float) or shielded + free <= budget, name, budget_field, rule, budget)
 
 
 def _parts(share: float) -> int:

@@ -116,7 +116,9 @@ class RowStore(Store, Transform):
 
 
 def check_sides(name: str, key: Codec, value: Codec) -> None:
-    """Refuse a codec for keys only on the values' side, and the other way round."""
+    """Refuse what is no codec, a codec for keys only on the values' side, and the other way round."""
+    for field, codec in (("key", key), ("value", value)):
+        check(isinstance(codec, Codec), name, field, "must be a codec, such as int8_codec()", codec)
     check(not value.keys_only, name, "value", "can't be a codec for keys only", value.name)
     check(not key.values_only, name, "key", "can't be a codec for values only", key.name)
 
@@ -128,9 +130,15 @@ def first_rows(rows: HeldRows, count: int) -> HeldRows:
 
 def start_offset(batch: int, left_padding: mx.array | None) -> mx.array:
     """Offset int32 [B] of an empty state: below zero by what is still to come as padding."""
-    return mx.zeros((batch,), mx.int32) if left_padding is None else -left_padding.astype(mx.int32)
+    if left_padding is None:
+        return mx.zeros((batch,), mx.int32)
+    whole = isinstance(left_padding, mx.array) and mx.issubdtype(left_padding.dtype, mx.integer)
+    fits = whole and left_padding.shape == (batch,) and bool((left_padding >= 0).all())
+    check(fits, "init_state", "left_padding", f"must be an array of {batch} integers >= 0", left_padding)
+    return -left_padding.astype(mx.int32)
 
 
 def rows(*, key: Codec | None = None, value: Codec | None = None, name: str = "rows") -> RowStore:
     """Rows held by a key codec and a value codec (default: as they come); keeps every token."""
-    return RowStore(name, key or PlainCodec(), value or PlainCodec())
+    key, value = (PlainCodec() if codec is None else codec for codec in (key, value))
+    return RowStore(name, key, value)

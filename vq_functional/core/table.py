@@ -17,7 +17,7 @@ class Table(Described):
     """Float32 numbers as plain data: hashable, equal by content, part of a description."""
 
     shape: tuple[int, ...]
-    data: str  # little-endian float32, base64
+    data: str = attrs.field(repr=False)  # little-endian float32, base64
 
     @classmethod
     def of(cls, array: mx.array | np.ndarray | Iterable[float]) -> "Table":

@@ -14,7 +14,7 @@ import attrs
 import mlx.core as mx
 
 from vq_functional.core.errors import check
-from vq_functional.core.spec import FLOATS, KVSpec, Layout
+from vq_functional.core.spec import FLOATS, KVSpec
 from vq_functional.ops.attention import Mask, Parts, attend, decode
 from vq_functional.ops.masks import causal, query_positions
 
@@ -93,6 +93,7 @@ class Transform:
     def settle(self, held: Any, queries: mx.array, lengths: mx.array | None = None, proxy: bool = False) -> Any:
         """Apply the method's rule after a call whose queries were `queries` [B, Hq, S, D].
 
+        Scores are q . k / sqrt(D); for a model with another scale, pass `rescaled(queries, scale)`.
         `proxy`: the keys stand in for queries that nobody handed over.
         """
         return held
@@ -188,6 +189,13 @@ class Transform:
         """Capacity that a call of `n` tokens needs, `count` of them no padding; 0 where the capacity is fixed."""
         return fill.rows + n
 
+    def narrowed(self, state: Any, fills: Sequence[Fill]) -> Any:
+        """After a call of several tokens: without room beyond what these `fills`, one a batch row, need.
+
+        `settle` knows shapes alone, from which the rows that a share of the prompt may keep do not follow.
+        """
+        return state
+
     def capacity(self, state: Any) -> int:
         """Rows that the state's arrays have room for."""
         raise TypeError(f"{self.name} has no capacity")
@@ -206,7 +214,7 @@ class Transform:
         """One call: the next state, and the keys and values for this call's attention.
 
         `keys` [B, H, S, Dk], `values` [B, H, S, Dv], `queries` [B, Hq, S, Dk] or
-        None (keys stand in). The returned rows are everything held plus the new
+        None (keys stand in), as `settle` takes them. The returned rows are everything held plus the new
         rows; only what is stored shrinks. A call past the capacity returns NaN
         rows (nothing can be raised from inside a compiled step): `grow` first.
         Raises QuantizerConfigError for wrong shapes or dtypes.
@@ -218,7 +226,7 @@ class Transform:
         self, state: Any, group: Any, keys: mx.array, values: mx.array, queries: mx.array | None = None
     ) -> tuple[Any, Any, mx.array, mx.array]:
         """`update` as one of a group of layers: takes what the layer before hands on, and hands on its own."""
-        self.check_input(keys, values, queries, state.layout)
+        self.check_input(keys, values, queries, state)
         if keys.shape[2] == 0:
             return state, group, *self.read(state)
         full = self.overflows(state, keys.shape[2])
@@ -249,34 +257,37 @@ class Transform:
             mask = "causal"
         return attend(key_parts, value_parts, queries, scale, mask)
 
-    def check_input(
-        self, keys: mx.array, values: mx.array, queries: mx.array | None = None, layout: Layout | None = None
-    ) -> None:
-        """Refuse arrays that no layer's cache can take, or not one of this `layout`."""
-        if queries is None and layout is not None and _fit(keys, values, layout):
+    def check_input(self, keys: mx.array, values: mx.array, queries: mx.array | None = None, state: Any = None) -> None:
+        """Refuse arrays that no layer's cache can take, or not the one of this `state`."""
+        if queries is None and state is not None and _fit(keys, values, state):
             return
         check(keys.ndim == 4, self.name, "keys", "must be [B, H, S, D]", keys.shape)
         check(0 not in keys.shape[:2], self.name, "keys", "must have batch rows and heads", keys.shape)
         same = values.ndim == 4 and values.shape[:3] == keys.shape[:3]
         check(same, self.name, "values", f"must be {[*keys.shape[:3], 'Dv']}", values.shape)
         check(keys.dtype in FLOATS, self.name, "keys", "must be float16, bfloat16 or float32", keys.dtype)
-        if layout is not None:
+        if state is not None:
+            rows, layout = state.offset.shape[0], state.layout
+            check(keys.shape[0] == rows, self.name, "keys", f"must have {rows} batch rows", keys.shape)
             for field, x, dim in (("keys", keys, layout.key_dim), ("values", values, layout.value_dim)):
                 came, wanted = (x.shape[1], x.shape[3], x.dtype), (layout.kv_heads, dim, layout.dtype)
                 check(came == wanted, self.name, field, f"must have heads, size and dtype {wanted}", came)
         if queries is not None:
-            fits = queries.ndim == 4 and queries.shape[2] == keys.shape[2] and queries.shape[1] % keys.shape[1] == 0
-            check(fits, self.name, "queries", f"must be [B, multiple of {keys.shape[1]}, S, D]", queries.shape)
+            batch, heads, n, dim = keys.shape
+            fits = queries.ndim == 4 and (queries.shape[0], *queries.shape[2:]) == (batch, n, dim)
+            rule = f"must be [{batch}, multiple of {heads}, {n}, {dim}]"
+            check(fits and queries.shape[1] % heads == 0, self.name, "queries", rule, queries.shape)
+            check(queries.dtype in FLOATS, self.name, "queries", "must be float16, bfloat16 or float32", queries.dtype)
 
 
-def _fit(keys: mx.array, values: mx.array, layout: Layout) -> bool:
+def _fit(keys: mx.array, values: mx.array, state: Any) -> bool:
     """Whether nothing is to be refused, which at every step is known without putting any refusal into words."""
-    shape, other = keys.shape, values.shape
+    shape, other, layout = keys.shape, values.shape, state.layout
     return (
         len(shape) == 4
         and len(other) == 4
         and shape[:3] == other[:3]
-        and shape[0] > 0
+        and 0 < shape[0] == state.offset.shape[0]
         and (shape[1], shape[3], other[3]) == (layout.kv_heads, layout.key_dim, layout.value_dim)
         and keys.dtype == layout.dtype
         and values.dtype == layout.dtype

@@ -16,7 +16,7 @@ from vq_functional.crosslayer.directions import RETENTIONS
 from vq_functional.crosslayer.merged_rows import MergedRowsCodec
 from vq_functional.crosslayer.stack import Stack, stack_sizes
 from vq_functional.quantize.groups import TokenGroupsCodec
-from vq_functional.quantize.sinks import SinkRule
+from vq_functional.quantize.sinks import sink_rule
 
 BITS = (None, 4, 8)
 GROUP = 32  # numbers of a direction that share scale and zero
@@ -105,7 +105,7 @@ def minicache(*, layers: int = 1, **options: Any) -> Stack:
         key=o.codec(layers, "keys", o.bits_k or o.direction_bits),
         value=o.codec(layers, "values", o.bits_v or o.direction_bits),
         residual=o.residual_length if merged else 0,
-        sinks=SinkRule(o.n_sink) if o.n_sink and merged else None,
+        sinks=sink_rule(o.n_sink if merged else 0),
         layers=layers,
         max_ctx=o.max_ctx,
     )

@@ -141,7 +141,7 @@ class ReusedCodes(StackCoder):
         groups, largest = x.reshape(codes.shape), mx.finfo(self.dtype).max
         far = mx.abs(groups - read).max(axis=-1) > largest
         middle = groups.min(axis=-1) * 0.5 + groups.max(axis=-1) * 0.5
-        scales, zeros = mx.where(far, 0, scales), mx.where(far, _stored(middle, self.dtype), zeros)
+        scales, zeros = mx.where(far, 0, scales), mx.where(far, to_dtype(middle, self.dtype), zeros)
         return (scales, zeros), _on_lines(codes, scales, zeros).flatten(-2)
 
     def _inward(self, groups: Groups) -> Groups:
@@ -150,7 +150,8 @@ class ReusedCodes(StackCoder):
             return groups
         scales, zeros = groups.scales.astype(mx.float32), groups.zeros.astype(mx.float32)
         zeros = zeros + self.codec.eta * (2**self.codec.bits - 1) * scales
-        return Groups(groups.codes, _stored((1 - 2 * self.codec.eta) * scales, self.dtype), _stored(zeros, self.dtype))
+        scales, zeros = (to_dtype(x, self.dtype) for x in ((1 - 2 * self.codec.eta) * scales, zeros))
+        return Groups(groups.codes, scales, zeros)
 
 
 def _on_lines(codes: mx.array, scales: mx.array, zeros: mx.array) -> mx.array:
@@ -173,15 +174,10 @@ def least_squares(x: mx.array, codes: mx.array, real: mx.array, dtype: mx.Dtype)
     offset = mx.where(real, codes - mean_code, 0)
     spread = mx.square(offset).sum(axis=-1, keepdims=True)
     slope = (offset * (y - mean)).sum(axis=-1, keepdims=True) / mx.where(spread > 0, spread, 1)
-    scales = _stored(size * slope, dtype)
-    zeros = _stored(size * (mean - scales.astype(mx.float32) / size * mean_code), dtype)
+    scales = to_dtype(size * slope, dtype)
+    zeros = to_dtype(size * (mean - scales.astype(mx.float32) / size * mean_code), dtype)
     return scales[..., 0], zeros[..., 0]
 
 
 def _sum(terms: list[mx.array]) -> mx.array:
     return functools.reduce(mx.add, terms)
-
-
-def _stored(x: mx.array, dtype: mx.Dtype) -> mx.array:
-    limit = mx.finfo(dtype).max
-    return mx.clip(x, -limit, limit).astype(dtype)

@@ -10,7 +10,7 @@ from vq_functional.crosslayer.layer_coder import StackCoder, heads_of
 from vq_functional.lowrank.head_groups import HeadGroups, principal_basis
 from vq_functional.lowrank.latents import BLOCK, Latents, projected
 from vq_functional.ops.low_rank import shrink
-from vq_functional.ops.ranges import mended
+from vq_functional.ops.ranges import from_mean, mended
 from vq_functional.ops.rotations import Rotation, random_rotation
 from vq_functional.ops.vectors import TINY, to_dtype
 
@@ -94,7 +94,8 @@ class SharedFactors(StackCoder):
         if not self.codec.centred:  # rows and their opposites have no mean
             first = mx.concatenate([first, -first], axis=2)
         basis, mean = principal_basis(first, groups, rank)
-        return self.as_tables(basis, mean, _spread(groups.joined(_from_mean(first, mean)), groups.stacked(basis)))
+        spread = _spread(groups.joined(from_mean(first, mean[:, :, None])), groups.stacked(basis))
+        return self.as_tables(basis, mean, spread)
 
     def as_tables(self, basis: mx.array, mean: mx.array, spread: mx.array) -> Rows:
         """Tables of float32 axes, mean, and `spread` [B, R] along the axes."""
@@ -112,8 +113,8 @@ class SharedFactors(StackCoder):
         _, basis, mean, scale = self._opened(tables)
         heads, groups = basis.shape[1], HeadGroups(basis.shape[1], 1)
         check(x.shape[1] == heads, "xkv", "basis", f"must be of {x.shape[1]} heads", heads)
-        onto = self._turned(basis / scale[:, None])
-        return self._latents(basis).encode(projected(groups.joined(_from_mean(x, mean)), groups.stacked(onto)))
+        onto = groups.stacked(self._turned(basis / scale[:, None]))
+        return self._latents(basis).encode(projected(groups.joined(from_mean(x, mean[:, :, None])), onto))
 
     def decode_layer(self, rows: Rows, layer: int) -> mx.array:
         latents, basis, mean, scale = self._opened(rows, layer)
@@ -162,11 +163,6 @@ class SharedFactors(StackCoder):
         if layer is not None:
             basis, mean = (heads_of(x, layer, self.layers) for x in (basis, mean))
         return latents, basis.astype(mx.float32), mean.astype(mx.float32), scale
-
-
-def _from_mean(x: mx.array, mean: mx.array) -> mx.array:
-    """`x` [B, H, S, D] less `mean` [B, H, D] in float32; zero where a number is not finite."""
-    return mx.where(mx.isfinite(x), x.astype(mx.float32) - mean[:, :, None], 0)
 
 
 def _spread(rows: mx.array, axes: mx.array) -> mx.array:

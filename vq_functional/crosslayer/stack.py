@@ -7,7 +7,7 @@ has taken its rows, all settle together.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import attrs
@@ -16,13 +16,31 @@ import mlx.core as mx
 from vq_functional.core.errors import check
 from vq_functional.core.spec import KVSpec, Layout
 from vq_functional.core.transform import Fill, Transform, check_group
-from vq_functional.core.tree import map_leaves
+from vq_functional.core.tree import map_leaves, static_field
 from vq_functional.crosslayer.layer_coder import LayerCodec, heads_of
 from vq_functional.ops.attention import Parts
 from vq_functional.quantize.blocks import Blocks, BlockState, Coded
 from vq_functional.quantize.sinks import Sinks
 
 Members = tuple[BlockState, ...]
+
+
+@attrs.frozen
+class Group:
+    """The states of all members, and how far a call has come: every member takes part in turn, with as many tokens."""
+
+    members: Members
+    turn: int = static_field()  # the layer that is next
+    tokens: int = static_field()  # of the call that has begun; 0 between calls
+
+    def __getitem__(self, layer: int) -> BlockState:
+        return self.members[layer]
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __iter__(self) -> Iterator[BlockState]:
+        return iter(self.members)
 
 
 @attrs.frozen
@@ -44,18 +62,20 @@ class Stack(Blocks):
     def after(self, fills: Sequence[Fill]) -> "Stack":
         return cast(Stack, super().after(fills))
 
-    def init_group(self, spec: KVSpec, left_padding: mx.array | None = None) -> Members:
+    def init_group(self, spec: KVSpec, left_padding: mx.array | None = None) -> Group:
         """Empty states of all members; `spec` is that of one layer."""
-        return tuple(self.member(layer).init_state(spec, left_padding) for layer in range(self.layers))
+        return Group(tuple(self.member(layer).init_state(spec, left_padding) for layer in range(self.layers)), 0, 0)
 
-    def join(self, members: Members) -> BlockState:
-        """The state of the stack, whose members have seen the same tokens."""
+    def join(self, members: Group | Members) -> BlockState:
+        """The state of the stack, whose members have seen the same tokens: a group is joined between calls."""
+        turn = members.turn if isinstance(members, Group) else 0
+        check(turn == 0, self.name, "group", "must have come to the end of its call", f"layer {turn} to come")
         first = members[0]
         recent = map_leaves(lambda *rows: mx.concatenate(list(rows), axis=1), *(one.recent for one in members))
         heads = first.layout.kv_heads * self.layers
         return attrs.evolve(first, recent=recent, layout=attrs.evolve(first.layout, kv_heads=heads))
 
-    def split(self, state: BlockState) -> Members:
+    def split(self, state: BlockState) -> Group:
         """Inverse of `join`: what is packed, and the sinks, lie with the first member."""
         layout = attrs.evolve(state.layout, kv_heads=state.layout.kv_heads // self.layers)
         nothing = Coded((), ())
@@ -65,19 +85,19 @@ class Stack(Blocks):
             own = attrs.evolve(state, recent=recent, layout=layout)
             return own if layer == 0 else attrs.evolve(own, keys=nothing, values=nothing, sinks=None)
 
-        return tuple(one(layer) for layer in range(self.layers))
+        return Group(tuple(one(layer) for layer in range(self.layers)), 0, 0)
 
     def settle_together(self, members: Members, queries: mx.array, lengths: mx.array | None = None) -> Members:
         """`settle` of all members after a call that all have taken part in."""
-        return self.split(self.settle(self.join(members), queries, lengths, proxy=True))
+        return self.split(self.settle(self.join(members), queries, lengths, proxy=True)).members
 
 
 @attrs.frozen
 class Member(Transform):
     """One layer of a stack.
 
-    `group` of `update_in` is the states of all members, from `Stack.init_group`
-    or the call before; the layer's own state is the one in the group.
+    `group` of `update_in` is the states of all members, from `Stack.init_group`,
+    `Stack.split` or the layer before; the layer's own state is the one in the group.
     """
 
     stack: Stack
@@ -116,20 +136,29 @@ class Member(Transform):
         self, state: Any, group: Any, keys: mx.array, values: mx.array, queries: mx.array | None = None
     ) -> tuple[Any, Any, mx.array, mx.array]:
         check_group(self.name, group)
-        rule = f"must have the states of all {self.stack.layers} layers"
-        check(len(group) == self.stack.layers, self.name, "group", rule, len(group))
-        own = group[self.layer]
-        self.check_input(keys, values, queries, own.layout)
-        n, last = keys.shape[2], self.layer == self.stack.layers - 1
+        self._check_turn(group)
+        own, last = group[self.layer], self.layer == self.stack.layers - 1
+        self.check_input(keys, values, queries, own)
+        n, rule = keys.shape[2], f"must hold {group.tokens} tokens, as many as the layers before had"
+        check(n == group.tokens or self.layer == 0, self.name, "keys", rule, n)
         full = self.reader.overflows(self.borrowed(own, group[0]), n) if n else None
         held = self.write(own, keys, values) if n else own
         keys_out, values_out = self.reader.read(self.borrowed(held, held if self.layer == 0 else group[0]))
         if full is not None:
             keys_out, values_out = (mx.where(full[:, None, None, None], mx.nan, x) for x in (keys_out, values_out))
-        group = (*group[: self.layer], held, *group[self.layer + 1 :])
+        members = (*group.members[: self.layer], held, *group.members[self.layer + 1 :])
         if n and last:
-            group = self.stack.settle_together(group, keys)
+            members = self.stack.settle_together(members, keys)
+        group = Group(members, 0, 0) if last else Group(members, self.layer + 1, n)
         return group[self.layer], group, keys_out, values_out
+
+    def _check_turn(self, group: Any) -> None:
+        """Refuse a `group` of another stack, and a call that leaves a layer out."""
+        check(isinstance(group, Group), self.name, "group", "must come from `init_group`", type(group).__name__)
+        rule = f"must have the states of all {self.stack.layers} layers"
+        check(len(group) == self.stack.layers, self.name, "group", rule, len(group))
+        rule = f"must go to layer {group.turn} next, as all layers take part in every call, in order"
+        check(group.turn == self.layer, self.name, "group", rule, f"layer {self.layer}")
 
     # What reads nothing that is shared
 
@@ -175,19 +204,25 @@ class Member(Transform):
     def parts(self, held: Any, fill: Fill | None = None) -> tuple[Parts, Parts]:
         return self.reader.parts(self._whole(held), fill)
 
-    def positions(self, held: Any) -> mx.array:
-        return self.reader.positions(self._whole(held))
-
-    def positions_after(self, state: Any, n: int, fill: Fill | None = None) -> mx.array:
-        return self.reader.positions_after(self._whole(state), n, fill)
-
     def trim(self, state: Any, n: int) -> Any:
-        return self.reader.trim(state, n)
+        return self.reader.trim(self._whole(state), n)
 
     def _whole(self, state: Any) -> Any:
-        """The state; refused where another layer holds what it would read."""
+        """The state; refused where what it would read is another layer's, or that of all layers."""
+        own = state.sinks is None or state.sinks.keys.shape[1] == state.layout.kv_heads
+        return self._with_codes(state, own)
+
+    # What needs no more than the room that the layers share
+
+    def positions(self, held: Any) -> mx.array:
+        return self.reader.positions(self._with_codes(held))
+
+    def positions_after(self, state: Any, n: int, fill: Fill | None = None) -> mx.array:
+        return self.reader.positions_after(self._with_codes(state), n, fill)
+
+    def _with_codes(self, state: Any, own: bool = True) -> Any:
         rule = "must have borrowed what the first layer of its stack holds"
-        check(self.holds(state), self.name, "state", rule, f"layer {self.layer} alone")
+        check(self.holds(state) and own, self.name, "state", rule, f"layer {self.layer} alone")
         return state
 
 

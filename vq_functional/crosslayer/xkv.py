@@ -15,7 +15,7 @@ from vq_functional.crosslayer.stack import Stack, stack_sizes
 from vq_functional.crosslayer.xkv_basis import CALIBRATE, XKVBasis
 from vq_functional.lowrank.latents import BLOCK
 from vq_functional.ops.affine import FUSED_BITS, FUSED_GROUPS
-from vq_functional.quantize.sinks import SinkRule
+from vq_functional.quantize.sinks import sink_rule
 
 N_FIT = 192
 LATENT_BITS = (*FUSED_BITS, EXACT)
@@ -98,5 +98,5 @@ def xkv(*, layers: int = 1, **options: Any) -> Stack:
     o = XKVOptions(**options)
     check_int("xkv", "layers", layers, 1)
     key, value = o.codecs(layers)
-    sinks = SinkRule(o.n_sink) if o.n_sink else None
+    sinks = sink_rule(o.n_sink)
     return Stack("xkv", key, value, residual=o.residual, sinks=sinks, layers=layers, max_ctx=o.max_ctx)

@@ -11,7 +11,7 @@ from vq_functional.core.describe import Described
 from vq_functional.core.errors import check, check_choice, check_int, check_number
 from vq_functional.core.table import Table, check_table, to_table
 from vq_functional.ops.affine import FUSED_GROUPS
-from vq_functional.ops.spectrum import Floats, principal_axes, to_numpy
+from vq_functional.ops.spectrum import Floats, check_axes, least_rank, principal_axes, to_numpy, to_samples
 
 CALIBRATE = "xkv_calibrate"
 
@@ -37,7 +37,7 @@ class XKVBasis(Described):
             check_table("xkv", field, basis, (None, None, None))
             check_table("xkv", f"{side}_mean", mean, basis.shape[:2])
             check_table("xkv", f"{side}_spread", spread, basis.shape[2:])
-            _check_axes(field, basis)
+            check_axes("xkv", field, to_numpy(basis.array).reshape(-1, basis.shape[2]))
         heads, of_values = self.key_basis.shape[0], self.value_basis.shape[0]
         check(heads == of_values, "xkv", "value_basis", f"must be of {heads} heads, as the keys' is", of_values)
 
@@ -61,14 +61,6 @@ class XKVBasis(Described):
         return cls(**arrays)
 
 
-def _check_axes(field: str, basis: Table) -> None:
-    """Check that axes are orthonormal, or zero."""
-    axes = to_numpy(basis.array).reshape(-1, basis.shape[2])
-    product = axes.T @ axes
-    off = float(np.abs(product - np.diag(np.diag(product) > 0.5)).max(initial=0))
-    check(off <= 1e-3, "xkv", field, "must hold orthonormal axes", f"V^T V off by {off:.1g}")
-
-
 def xkv_calibrate(
     keys: Any,
     values: Any,
@@ -85,7 +77,7 @@ def xkv_calibrate(
     for values (None: as many), or for None as few as hold the share
     `energy_threshold` of the sum of squares, keys and values each; then as many
     as fill groups of `group_quant_size`. Rows with NaN or infinities are left
-    out. Raises QuantizerConfigError for other shapes.
+    out. Raises QuantizerConfigError for other shapes and where no row is left.
     """
     check_number(CALIBRATE, "energy_threshold", energy_threshold, 0, 1)
     check_choice(CALIBRATE, "group_quant_size", group_quant_size, FUSED_GROUPS)
@@ -95,11 +87,9 @@ def xkv_calibrate(
         ("keys", keys, "rank", rank),
         ("values", values, "rank_v", rank if rank_v is None else rank_v),
     ):
-        fits = len(rows.shape) == 3 and 0 not in rows.shape
-        check(fits, CALIBRATE, field, "must be [N, M * H, D]", tuple(rows.shape))
-        if count is not None:
-            check_int(CALIBRATE, option, count, 1)
-        found += _sampled(to_numpy(rows), count, energy_threshold, group_quant_size, centred)
+        samples = to_samples(CALIBRATE, field, rows, "M * H")
+        check_int(CALIBRATE, option, count, 1, optional=True)
+        found += _sampled(samples, count, energy_threshold, group_quant_size, centred)
     return XKVBasis(*found)
 
 
@@ -109,10 +99,9 @@ def _sampled(samples: Floats, rank: int | None, share: float, multiple: int, cen
     rows = samples.reshape(-1, heads * dim)
     rows = rows[np.isfinite(rows).all(axis=1)]
     axes, energy = principal_axes(rows, centred)
-    total = np.cumsum(energy)
-    wanted = int((total < share * total[-1] * (1 - 1e-9)).sum()) + 1 if rank is None else rank
+    wanted = least_rank(energy, share) if rank is None else rank
     width = -(-min(wanted, len(energy)) // multiple) * multiple
     missing = max(width - len(energy), 0)
     basis = np.pad(axes, ((0, 0), (0, missing)))[:, :width].reshape(heads, dim, width)
-    mean = rows.mean(axis=0) if centred and len(rows) else np.zeros(heads * dim)
+    mean = rows.mean(axis=0) if centred else np.zeros(heads * dim)
     return [basis, mean.reshape(heads, dim), np.sqrt(np.pad(energy, (0, missing))[:width])]

@@ -5,15 +5,15 @@ least squares, and what they miss is held in a few bits of its own; the newest
 `residual_length` rows of each layer are exact, as in `kivi`.
 """
 
-import warnings
 from typing import Any, ClassVar
 
 import attrs
 
 from vq_functional.core.errors import check_between, check_choice, check_int
+from vq_functional.core.warn import warn
 from vq_functional.crosslayer.reused_codes import FITS, ReusedCodesCodec
 from vq_functional.crosslayer.stack import Stack, stack_sizes
-from vq_functional.quantize.sinks import SinkRule
+from vq_functional.quantize.sinks import sink_rule
 
 
 @attrs.frozen(kw_only=True)
@@ -70,13 +70,13 @@ def xquant(*, layers: int = 1, **options: Any) -> Stack:
     check_int(o.method, "layers", layers, 1)
     if layers > 1 and not o.residual_bits:
         text = "xquant: without `residual_bits` a layer whose rows are unlike the first one's is lost"
-        warnings.warn(text, UserWarning, stacklevel=2)
+        warn(text)
     return Stack(
         "xquant",
         key=o.codec(layers, o.bits_k or o.base_bits, "tokens"),
         value=o.codec(layers, o.bits_v or o.base_bits, "channels"),
         residual=o.residual_length,
-        sinks=SinkRule(o.n_sink) if o.n_sink else None,
+        sinks=sink_rule(o.n_sink),
         layers=layers,
         max_ctx=o.max_ctx,
     )

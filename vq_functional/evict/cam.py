@@ -10,16 +10,16 @@ evicts at its end, and merges into what is left then.
 """
 
 import functools
-import warnings
 from typing import Any
 
 import attrs
 import mlx.core as mx
 
-from vq_functional.core.errors import check, check_choice, check_int
+from vq_functional.core.errors import check, check_choice, check_int, check_seed
 from vq_functional.core.policy import Picked, Scene, Shares, Spans, check_policy, protect_field
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
+from vq_functional.core.warn import warn
 from vq_functional.evict.chain import chain
 from vq_functional.evict.folding import of
 from vq_functional.evict.mass import MassPolicy
@@ -54,12 +54,12 @@ class CaMOptions:
         check_choice("cam", "merge", self.merge, MERGES)
         check_choice("cam", "merge_keys", self.merge_keys, (True, False))
         check_choice("cam", "merge_gate", self.merge_gate, (True, False))
-        check_int("cam", "seed", self.seed, 0, 2**64 - 1)
+        check_seed("cam", self.seed)
         check_int("cam", "reach", self.reach, 1)
         summed = self.merge_keys and self.merge == "window"
         check(not summed, "cam", "merge_keys", 'must be False with `merge` "window", which adds', self.merge_keys)
         if self.merge_keys:
-            warnings.warn("cam: `merge_keys` blends keys that rotation may have turned differently", stacklevel=3)
+            warn("cam: `merge_keys` blends keys that rotation may have turned differently")
 
 
 @attrs.frozen
@@ -90,14 +90,14 @@ class CaMPolicy(MassPolicy):
         mass, gone = of(memory, kept), of(memory, lost)
         places, leaving = self._open(scene, kept), mx.where(lost.valid, of(scene.position, lost), -1)
         if self.merge == "window":
-            into, weight = following(places, leaving, self.reach), None
-        else:
-            into, weight = self._nearest(scene, places, kept, lost)
-        into = into & self._passes(into, mass, gone, leaving)[:, :, None]
-        if weight is None:
-            return mass, added(into), None
-        shares = blended(into, weight)
+            into = following(places, leaving, self.reach)
+            others = mx.where(into, mass[..., None], 0).sum(axis=2) / mx.maximum(into.sum(axis=2), 1)
+            return mass, added(into & self._passes(others, gone, leaving)[:, :, None]), None
+        target, weight = self._nearest(scene, places, kept, lost)
+        taken = lost.valid & (pick(places, target) >= 0) & self._passes(pick(mass, target), gone, leaving)
+        into = (mx.arange(mass.shape[2])[:, None] == target[:, :, None]) & taken[:, :, None]
         mass = mass + mx.where(into, gone[:, :, None], 0).sum(axis=-1)
+        shares = blended(into, weight) if gone.shape[2] > 1 else blended_one(target, taken, weight)
         return mass, shares, shares if self.merge_keys else None
 
     def _open(self, scene: Scene, kept: Picked) -> mx.array:
@@ -106,23 +106,21 @@ class CaMPolicy(MassPolicy):
         return mx.where(kept.valid, of(mx.where(fixed, -1, scene.position), kept), -1)
 
     def _nearest(self, scene: Scene, places: mx.array, kept: Picked, lost: Picked) -> tuple[mx.array, mx.array]:
-        """The open row of most similar key, bool [B, H, K, R] (of equal ones the oldest), and its weight [B, H, R]."""
-        keys = scene.keys()
-        staying, leaving = of(keys, kept).astype(mx.float32), of(keys, lost).astype(mx.float32)
-        target = victim_row(-likeness(leaving, staying), places[:, :, None], latest=True)
-        columns = mx.arange(places.shape[2])[:, None]
-        into = (columns == target[:, :, None]) & (places >= 0)[..., None] & lost.valid[:, :, None]
+        """The open row of most similar key, int [B, H, R] (of equal ones the oldest), and its weight [B, H, R]."""
+        keys = scene.keys().astype(mx.float32)
+        shrink = _shrink((keys * keys).sum(axis=-1))
+        staying, leaving, shorter = of(keys, kept), of(keys, lost), of(shrink, kept)
+        target = victim_row(-likeness(leaving, staying, shorter), places[:, :, None], latest=True)
         if self.merge == "mean":
-            return into, mx.full(lost.index.shape, 0.5)
+            return target, mx.full(lost.index.shape, 0.5)
         # Anew for each pair: the last bits of a matrix product depend on its size, and so on padding.
-        return into, mx.clip(cosine(leaving, pick(staying, target)), 0, 1)
+        cosine = (leaving * pick(staying, target)).sum(axis=-1) * of(shrink, lost) * pick(shorter, target)
+        return target, mx.where(cosine > 0, mx.minimum(cosine, 1), 0)
 
-    def _passes(self, into: mx.array, mass: mx.array, gone: mx.array, position: mx.array) -> mx.array:
-        """Bool [B, H, R], Bernoulli: a lost row's mass over the mean of its targets', at most 1."""
+    def _passes(self, others: mx.array, gone: mx.array, position: mx.array) -> mx.array:
+        """Bool [B, H, R], Bernoulli: the mass `gone` of a lost row over the one that `others` have, at most 1."""
         if not self.merge_gate:
             return position >= 0
-        count = mx.maximum(into.sum(axis=2), 1)
-        others = mx.where(into, mass[..., None], 0).sum(axis=2) / count
         chance = mx.where(others > 0, gone / others, gone > 0)
         return self._noise(position) < chance
 
@@ -142,17 +140,10 @@ def _head_keys(seed: int, heads: int) -> mx.array:
     return keys
 
 
-def likeness(leaving: mx.array, staying: mx.array) -> mx.array:
-    """Float32 [B, H, R, K]: keys `leaving` [B, H, R, D] times the directions of the keys `staying` [B, H, K, D]."""
-    shrink = _shrink((staying * staying).sum(axis=-1))[:, :, None]
+def likeness(leaving: mx.array, staying: mx.array, shrink: mx.array) -> mx.array:
+    """Float32 [B, H, R, K]: keys `leaving` [B, H, R, D] times `shrink` [B, H, K] of the keys `staying` [B, H, K, D]."""
+    shrink = shrink[:, :, None]
     return mx.where(shrink > 0, (leaving @ staying.swapaxes(-1, -2)) * shrink, 0)
-
-
-def cosine(x: mx.array, y: mx.array) -> mx.array:
-    """Float32 [...] of the rows of `x` and `y` [..., D]; 0 for a row without direction."""
-    pair = mx.stack([x, y])
-    shrink = _shrink((pair * pair).sum(axis=-1))
-    return mx.where(shrink[0] * shrink[1] > 0, (x * y).sum(axis=-1) * shrink[0] * shrink[1], 0)
 
 
 def _shrink(squares: mx.array) -> mx.array:
@@ -178,10 +169,14 @@ def blended(into: mx.array, weight: mx.array) -> Shares:
     """v <- (1 - w) v + w v_e for one lost row after the other, as one sum; `weight` float32 [B, H, R]."""
     weight = weight[:, :, None]
     stays = mx.where(into, 1 - weight, 1)
-    if into.shape[3] == 1:
-        return Shares(stays[..., 0], mx.where(into, weight, 0))
     later = mx.cumprod(stays, axis=-1, reverse=True, inclusive=False)
     return Shares(stays.prod(axis=-1), mx.where(into, weight * later, 0))
+
+
+def blended_one(target: mx.array, taken: mx.array, weight: mx.array) -> Shares:
+    """`blended` for a single lost row, in the row `target` int [B, H, 1] if it is `taken` bool [B, H, 1]."""
+    weight = mx.where(taken, weight, 0)
+    return Shares(1 - weight, weight[..., None], target)
 
 
 def cam_policy(**options: Any) -> CaMPolicy:

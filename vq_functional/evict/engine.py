@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
+from vq_functional.core.errors import check
 from vq_functional.core.jit import jit
 from vq_functional.core.policy import Picked, Policy, Scene
 from vq_functional.core.spec import KVSpec
@@ -19,7 +20,18 @@ from vq_functional.core.store import HeldRows, RowStore, start_offset
 from vq_functional.core.transform import Fill, Transform, check_group
 from vq_functional.core.tree import map_leaves
 from vq_functional.evict.folding import Every, fold
-from vq_functional.evict.slots import SlotState, columns, free_slot, joined, live_rows, moved, only, picked, resized
+from vq_functional.evict.slots import (
+    SlotState,
+    columns,
+    free_slot,
+    joined,
+    live_rows,
+    moved,
+    only,
+    picked,
+    resized,
+    wiped,
+)
 from vq_functional.ops.attention import LOWEST, Parts
 from vq_functional.ops.masks import query_positions
 from vq_functional.ops.rows import (
@@ -44,6 +56,8 @@ class Evicting(Transform):
     store: RowStore
     # False only for the end of a single token after which every row stays.
     sheds: bool = attrs.field(default=True, kw_only=True)
+    # False only for the end of a call that changes nothing of what the policy carries.
+    learns: bool = attrs.field(default=True, kw_only=True)
     trimmable = False
     evicts = True
 
@@ -173,12 +187,21 @@ class Evicting(Transform):
 
     def after(self, fills: Sequence[Fill]) -> "Evicting":
         # Where rows go one at a time, one goes at nearly every step.
-        stay = self.policy.most_dropped > 1 and all(self.settled(fill, 1).rows == fill.rows for fill in fills)
-        return _without_shedding(self) if stay else self
+        sheds = self.policy.most_dropped == 1 or any(self.settled(fill, 1).rows < fill.rows for fill in fills)
+        learns = not self.policy.learns_early or any(fill.rows == fill.tokens for fill in fills)
+        return self if sheds and learns else _sparing(self, sheds, learns)
 
     def room(self, fill: Fill, n: int, count: int | None = None) -> int:
         count = n if count is None else count
-        return fill.rows + count if self.policy.prompt_only and count <= 1 else 0
+        # A single column of padding takes a free slot too.
+        return fill.rows + (1 if n == 1 else count) if self.policy.prompt_only and count <= 1 else 0
+
+    def narrowed(self, state: SlotState, fills: Sequence[Fill]) -> SlotState:
+        most = max(max(fill.rows, fill.limit or self.policy.limit(fill.prompt)) for fill in fills)
+        slots = most if self.policy.prompt_only else most + 1
+        if slots >= state.slots:
+            return state
+        return map_leaves(mx.contiguous, self.widen(state, slots))  # a view would keep all slots alive
 
     def ordered(self, state: SlotState) -> SlotState:
         return picked(state, token_order(state.position))
@@ -198,7 +221,7 @@ class Evicting(Transform):
         if memory is None:
             memory = map_leaves(lambda x: mx.zeros((*x.shape[:2], n, *x.shape[3:]), x.dtype), state.memory)
         position = mx.broadcast_to(incoming[:, None], (*state.position.shape[:2], n))
-        stored = picked(state, self._stored_columns(state.position))
+        stored = wiped(picked(state, self._stored_columns(state.position)))
         held = joined(stored, attrs.evolve(state, rows=new, memory=memory, position=position))
         held = attrs.evolve(held, offset=offset)
         if isinstance(self.policy.budget, int):
@@ -226,13 +249,19 @@ class Evicting(Transform):
         scene = self._scene(held, queries, lengths, proxy)
         if self.policy.prompt_only and held.new == 0:
             return attrs.evolve(held, position=scene.position), scene, scene.position
-        scene = attrs.evolve(scene, carry=self.policy.carry_on(scene))
-        memory, priority = self.policy.score(held.memory, scene)
+        if self.learns:
+            scene = attrs.evolve(scene, carry=self.policy.carry_on(scene))
+        result = self.policy.score(held.memory, scene)
+        pair = isinstance(result, tuple) and len(result) == 2
+        check(pair, self.policy.name, "score", "must return the next memory and a priority", type(result))
+        memory, priority = result
         scored = attrs.evolve(held, position=scene.position, memory=memory, carry=scene.carry)
         return scored, scene, self._guarded(priority, scene)
 
     def _guarded(self, priority: mx.array, scene: Scene) -> mx.array:
         """Priorities with protected rows above all and empty columns below all others."""
+        shape, form = scene.position.shape, (priority.shape, priority.dtype)
+        check(form == (shape, mx.float32), self.policy.name, "priority", f"must be float32 of shape {shape}", form)
         priority = mx.where(mx.isnan(priority), LOWEST, mx.minimum(priority, -LOWEST))
         return mx.where(scene.position < 0, -mx.inf, mx.where(self.policy.protected(scene), mx.inf, priority))
 
@@ -286,7 +315,7 @@ class Evicting(Transform):
         if self.policy.most_dropped > 1:
             stays = priority > -mx.inf
             full = mx.arange(held.slots) < stays.sum(axis=-1, keepdims=True)
-            return only(full, moved(held, *gap_fillers(stays, self.policy.most_dropped)))
+            return wiped(only(full, moved(held, *gap_fillers(stays, self.policy.most_dropped))))
         live = held.position >= 0
         over = live.sum(axis=-1, keepdims=True) > held.limit[:, None, None]
         victim = victim_row(priority, held.position, self.policy.latest)[..., None]
@@ -315,15 +344,15 @@ class Evicting(Transform):
             # Rows were within the limit before the call, so that it drives out no more than it brought.
             lost = Picked(*chosen(live & ~kept, min(held.new or held.slots, held.slots - 1)))
             narrow = fold(self.policy, self.store, narrow, held, scene, Picked(index, stays), lost)
-        return resized(only(stays, narrow), slots)
+        return resized(wiped(only(stays, narrow)), slots)
 
 
 @functools.lru_cache(maxsize=1024)
-def _without_shedding(transform: Evicting) -> Evicting:
-    return attrs.evolve(transform, sheds=False)
+def _sparing(transform: Evicting, sheds: bool, learns: bool) -> Evicting:
+    return attrs.evolve(transform, sheds=sheds, learns=learns)
 
 
 @functools.lru_cache(maxsize=1024)
 def _stride(transform: Evicting) -> Callable[..., Any]:
-    """A step of a long call, compiled: all steps of all calls are one trace, however long the call."""
+    """A step of a long call, compiled: one trace for all steps of a call, and where slots are fixed for all calls."""
     return jit(transform._settle_stride)

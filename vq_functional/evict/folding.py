@@ -52,9 +52,13 @@ def _usable(vectors: mx.array, lost: Picked) -> mx.array:
 
 def _taken_in(coder: Coder, held: Rows, gone: mx.array, shares: Shares, most: int) -> Rows:
     """`held` with at most `most` rows rewritten as their sums."""
-    target, hit = chosen((shares.lost != 0).any(axis=-1), most)
+    hit, own, lost, target = (shares.lost != 0).any(axis=-1), shares.own, shares.lost, shares.target
+    if target is None:
+        target, hit = chosen(hit, most)
+        own, lost = pick(own, target), pick(lost, target)
     old = map_leaves(lambda x: pick(x, target), held)
-    total = pick(shares.own, target)[..., None] * coder.decode(old).astype(mx.float32)
-    fresh = coder.encode(to_dtype(total + pick(shares.lost, target) @ gone, coder.dtype))
+    # A matrix product of inner size 1 costs more than the multiplication that it is.
+    added = lost @ gone if lost.shape[-1] > 1 else lost * gone
+    fresh = coder.encode(to_dtype(own[..., None] * coder.decode(old).astype(mx.float32) + added, coder.dtype))
     fresh = map_leaves(lambda x, y: mx.where(hit.reshape(hit.shape + (1,) * (x.ndim - 3)), x, y), fresh, old)
     return map_leaves(lambda x, rows: put(x, target, rows), held, fresh)

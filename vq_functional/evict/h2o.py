@@ -2,7 +2,7 @@
 
 Differs from the paper: `decay` ages old mass, `grace` shields the newest rows
 and `n_sink` the first ones; a call of several tokens selects once, at its end.
-Without real queries the keys stand in, 28 at a time: each attends to the rows before it.
+Without real queries the keys stand in, 56 at a time: each attends to the rows before it.
 """
 
 from typing import Any

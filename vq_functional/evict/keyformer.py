@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
-from vq_functional.core.errors import check, check_between, check_int, check_number
+from vq_functional.core.errors import check_between, check_int, check_number, check_seed
 from vq_functional.core.policy import Scene, Spans, check_policy, protect_field
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
@@ -62,8 +62,7 @@ class KeyformerOptions:
             check_between("keyformer", "recent_share", self.recent_share, 0, below=1)
         check_int("keyformer", "anneal_steps", self.anneal_steps, 0)
         check_number("keyformer", "rope_base", self.rope_base, 0)
-        whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
-        check(whole, "keyformer", "seed", "must be an integer", self.seed)
+        check_seed("keyformer", self.seed)
 
 
 @attrs.frozen

@@ -25,7 +25,7 @@ from vq_functional.ops.vectors import norm
 
 PRIOR = (0.4, 0.4, 0.2)  # weights of global, block and sliding mean before a head's own gaps
 FLAT = 1e-6  # a span that float32 rounding alone can make
-TINY = 1e-12
+SHORTEST = 1e-12  # a key that is divided by its own length
 
 
 @attrs.frozen(kw_only=True)
@@ -72,7 +72,7 @@ class NestedKVPolicy(Policy):
         size = norm(keys)
         sound = (scene.position >= 0) & mx.isfinite(size[..., 0])
         order = token_order(mx.where(sound, scene.position, -1))
-        unit = mx.where(sound[..., None], keys / mx.maximum(size, TINY), 0.0)
+        unit = mx.where(sound[..., None], keys / mx.maximum(size, SHORTEST), 0.0)
         ranked = self._ranked(pick(unit, order), sound.sum(axis=-1, keepdims=True))
         score = put(mx.zeros(ranked.shape, mx.float32), order, ranked)
         return memory, mx.where(sound, score, -1.0)

@@ -23,7 +23,7 @@ from vq_functional.evict.chain import chain
 from vq_functional.evict.slots import SlotState
 from vq_functional.ops.attention import LOWEST, logits
 from vq_functional.ops.rows import read_rows
-from vq_functional.ops.vectors import TINY
+from vq_functional.ops.vectors import TINY, unit
 
 SQUARINGS = 12  # the second direction fades by the ratio of the two eigenvalues to the power of 2**12
 ITERATIONS = 2  # of the power method, at a single token
@@ -82,6 +82,7 @@ class QFiltersPolicy(Policy):
     on_low_retention: str = "ignore"
     stand_in: str = "mean"
     name = "qfilters"
+    learns_early = True
 
     def init_carry(self, spec: KVSpec) -> Filters:
         direction = mx.zeros((spec.batch, spec.kv_heads, spec.key_dim), mx.float32)
@@ -93,9 +94,9 @@ class QFiltersPolicy(Policy):
         learns = ~scene.carry.frozen & (scene.tokens > 0)
         sound = mx.isfinite(told).all(axis=-1, keepdims=True)
         direction = mx.where(learns[:, None, None] & sound, told, old)
-        due = scene.offset >= mx.minimum(self.calib_tokens, scene.limit)
-        freezes = learns & due & (direction != 0).any(axis=-1).all(axis=-1)
-        direction = mx.where(freezes[:, None, None], _unit(direction), direction)
+        due = scene.offset >= mx.maximum(mx.minimum(self.calib_tokens, scene.limit), 2)
+        freezes = learns & due
+        direction = mx.where(freezes[:, None, None], unit(direction), direction)
         return Filters(direction, scene.carry.frozen | freezes)
 
     def score(self, memory: Any, scene: Scene) -> tuple[Any, mx.array]:
@@ -148,14 +149,14 @@ def _step(scene: Scene) -> mx.array:
     """The old axis after power iterations with the centred keys, straight from codes."""
     old = scene.carry.direction
     newest = read_rows(scene.queries, scene.lengths - 1, 1)[:, :, 0].astype(mx.float32)
-    axis = _unit(mx.where((old != 0).any(axis=-1, keepdims=True), old, newest))
+    axis = unit(mx.where((old != 0).any(axis=-1, keepdims=True), old, newest))
     live = (scene.position >= 0)[:, :, None]
     count = mx.maximum(live.sum(axis=-1, keepdims=True), 1)
     for _ in range(ITERATIONS):
         along = mx.where(live, logits(scene.key_parts, axis[:, :, None], 1.0)[:, :, 0], 0.0)
         # Weights that add up to zero centre the keys that they multiply.
         weights = mx.where(live, along - along.sum(axis=-1, keepdims=True) / count, 0.0)
-        axis = _unit(scene.key_parts[0].mix(weights)[:, :, 0])
+        axis = unit(scene.key_parts[0].mix(weights)[:, :, 0])
     return _upright(axis)
 
 
@@ -167,12 +168,7 @@ def _leading(x: mx.array) -> mx.array:
         moment = moment / mx.maximum(mx.abs(moment).max(axis=(-2, -1), keepdims=True), TINY)
         moment = moment @ moment
     column = mx.argmax(mx.diagonal(moment, axis1=-2, axis2=-1), axis=-1)
-    return _unit(mx.take_along_axis(moment, column[..., None, None], axis=-1)[..., 0])
-
-
-def _unit(x: mx.array) -> mx.array:
-    x = x / mx.maximum(mx.abs(x).max(axis=-1, keepdims=True), TINY)
-    return x / mx.maximum(mx.linalg.norm(x, axis=-1, keepdims=True), TINY)
+    return unit(mx.take_along_axis(moment, column[..., None, None], axis=-1)[..., 0])
 
 
 def _upright(axis: mx.array) -> mx.array:
@@ -193,10 +189,10 @@ def qfilters_direction(queries: mx.array, kv_heads: int) -> mx.array:
     check(fits, "qfilters", "queries", f"must be [B, multiple of {kv_heads}, S, D]", queries.shape)
     queries = queries.astype(mx.float32)
     mean = queries.sum(axis=-2)
-    axis = _unit(mean) if queries.shape[-2] == 1 else _leading(queries)
+    axis = unit(mean) if queries.shape[-2] == 1 else _leading(queries)
     axis = mx.where((axis * mean).sum(axis=-1, keepdims=True) < 0, -axis, axis)
     grouped = axis.reshape(*axis.shape[:-2], kv_heads, -1, axis.shape[-1])
-    return _unit(grouped.sum(axis=-2))
+    return unit(grouped.sum(axis=-2))
 
 
 def with_direction(state: SlotState, direction: mx.array, sign: int = 1) -> SlotState:

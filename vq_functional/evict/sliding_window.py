@@ -8,7 +8,7 @@ subject of StreamingLLM (arXiv 2309.17453).
 import attrs
 import mlx.core as mx
 
-from vq_functional.core.codec import Codec, PlainCodec
+from vq_functional.core.codec import Codec
 from vq_functional.core.errors import check_int
 from vq_functional.core.spec import KVSpec, Layout
 from vq_functional.core.store import HeldRows, RowStore, first_rows, rows, start_offset
@@ -144,7 +144,7 @@ def sliding_window(*, window_size: int, key: Codec | None = None, value: Codec |
     Raises QuantizerConfigError for a window that is no integer >= 1.
     """
     check_int("sliding_window", "window_size", window_size, 1)
-    return windowed(rows(key=key or PlainCodec(), value=value or PlainCodec()), window_size)
+    return windowed(rows(key=key, value=value), window_size)
 
 
 def windowed(store: RowStore, size: int) -> Ring:

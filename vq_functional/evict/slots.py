@@ -56,8 +56,13 @@ def moved(state: SlotState, source: mx.array, target: mx.array) -> SlotState:
 
 def only(stays: mx.array, state: SlotState) -> SlotState:
     """The state with all slots but `stays` bool [B, H, slots] emptied."""
-    memory = map_leaves(lambda x: mx.where(stays.reshape(stays.shape + (1,) * (x.ndim - 3)), x, 0), state.memory)
-    return attrs.evolve(state, position=mx.where(stays, state.position, -1), memory=memory)
+    position = mx.where(stays, state.position, -1)
+    return attrs.evolve(state, position=position, memory=_zero_but(stays, state.memory))
+
+
+def wiped(state: SlotState) -> SlotState:
+    """The state with zeros in empty slots: through a mask what is left there weighs nothing, but NaN stays NaN."""
+    return attrs.evolve(state, rows=_zero_but(state.position >= 0, state.rows))
 
 
 def resized(state: SlotState, slots: int) -> SlotState:
@@ -67,6 +72,13 @@ def resized(state: SlotState, slots: int) -> SlotState:
     rows, memory = map_leaves(lambda x: extend_rows(x, slots), (state.rows, state.memory))
     position = mx.pad(state.position, [(0, 0), (0, 0), (0, slots - state.slots)], constant_values=-1)
     return attrs.evolve(state, rows=rows, memory=memory, position=position)
+
+
+def _zero_but(stays: mx.array, tree: Any) -> Any:
+    """A tree of arrays [B, H, slots, ...] with zeros in all slots but `stays` bool [B, H, slots]."""
+    return map_leaves(
+        lambda x: mx.where(stays.reshape(stays.shape + (1,) * (x.ndim - 3)), x, mx.zeros((), x.dtype)), tree
+    )
 
 
 def free_slot(position: mx.array) -> mx.array:

@@ -21,6 +21,7 @@ from vq_functional.core.policy import Policy, Scene, Spans, check_policy, protec
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.evict.chain import chain
+from vq_functional.ops.attention import LOWEST
 from vq_functional.ops.masks import causal
 from vq_functional.ops.rows import newest_rows, pick, token_order
 
@@ -75,8 +76,12 @@ class SnapKVPolicy(Policy):
     def score(self, votes: mx.array, scene: Scene) -> tuple[mx.array, mx.array]:
         cast = self._cast_by_keys(scene) if scene.proxy else self._cast_by_queries(votes, scene)
         cast = mx.where(scene.tokens[:, None, None] > 1, cast, votes)
+        return cast, mx.where(scene.sound(), self.smoothed(cast, scene), LOWEST)
+
+    def smoothed(self, votes: mx.array, scene: Scene) -> mx.array:
+        """What a row's own votes and those of its neighbours count, float32 [B, H, T]."""
         kernel = self.pool_kernel or (1 if scene.proxy else 5)
-        return cast, cast if kernel == 1 else _pooled(mx.where(self._window(scene), 0, cast), scene.position, kernel)
+        return votes if kernel == 1 else _pooled(mx.where(self._window(scene), 0, votes), scene.position, kernel)
 
     def protected(self, scene: Scene) -> mx.array:
         return super().protected(scene) | self._window(scene)

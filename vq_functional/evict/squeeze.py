@@ -87,14 +87,14 @@ class SqueezeAttentionPolicy(MassPolicy):
 def concentration(keys: mx.array, valid: mx.array | None = None, reduce: str = "mean") -> mx.array:
     """Mean cosine float32 [B] between two different keys of a head; 0 for fewer than two.
 
-    keys [B, H, S, D]; valid bool [B, S].
+    keys [B, H, S, D]; valid bool [B, S]. A key that is not finite does not count.
     """
     unit = keys.astype(mx.float32)
-    unit = unit / (norm(unit) + 1e-8)
-    if valid is None:
-        valid = mx.ones((keys.shape[0], keys.shape[2]), mx.bool_)
-    unit = mx.where(valid[:, None, :, None], unit, 0.0)
-    count = valid.sum(axis=-1)[:, None]
+    counts = mx.isfinite(unit).all(axis=-1)
+    if valid is not None:
+        counts = counts & valid[:, None]
+    unit = mx.where(counts[..., None], unit / (norm(unit) + 1e-8), 0.0)
+    count = counts.sum(axis=-1).astype(mx.float32)  # int32 can't hold the pairs of a long prompt
     pairs = mx.maximum(count * (count - 1), 1)
     total = unit.sum(axis=2)
     cosine = ((total * total).sum(axis=-1) - (unit * unit).sum(axis=(2, 3))) / pairs

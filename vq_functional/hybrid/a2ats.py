@@ -11,13 +11,12 @@ keep their true rotation. Without a calibrated codebook keys are counted from
 the mean of the first rows and coded as vecinfer codes rows.
 """
 
-import functools
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
 import mlx.core as mx
+import numpy as np
 
 from vq_functional.core.codec import Part, PlainCodec, Rows, bind
 from vq_functional.core.errors import check, check_int
@@ -25,11 +24,13 @@ from vq_functional.core.spec import KVSpec, Layout
 from vq_functional.core.store import HeldRows, RowState, RowStore, first_rows, rows
 from vq_functional.core.transform import Fill, Transform
 from vq_functional.core.tree import map_leaves, static_field
+from vq_functional.core.warn import warn_uncalibrated
 from vq_functional.hybrid.a2ats_codes import fitted_codebook, query_moment
 from vq_functional.hybrid.a2ats_options import A2ATSOptions
 from vq_functional.ops.attention import LOWEST, Mask, Parts, attend, decode
 from vq_functional.ops.kmeans import on_host
 from vq_functional.ops.rows import drop_left_padding, extend_rows, pick, read_rows, top_rows, write_rows
+from vq_functional.ops.spectrum import to_samples
 from vq_functional.quantize.int8 import int8_codec
 
 
@@ -233,25 +234,24 @@ class A2ATSTables:
         return cls(**arrays)
 
 
-def a2ats_calibrate(
-    keys: mx.array, queries: mx.array, *, positions: mx.array | None = None, rounds: int = 20, **options: Any
-) -> A2ATSTables:
+def a2ats_calibrate(keys: Any, queries: Any, *, positions: Any = None, rounds: int = 20, **options: Any) -> A2ATSTables:
     """Codebooks of one layer from sampled `keys` [N, H, D] and `queries` [N, Hq, D], rotated as a cache gets them.
 
-    `positions` int [N] that they are rotated to; None: 0 to N - 1. Options as in
-    A2ATSOptions; `rounds` of k-means. Rows with NaN or infinities are left out.
-    Raises QuantizerConfigError for other shapes.
+    Of MLX or numpy, as are `positions` int [N] that they are rotated to; None: 0
+    to N - 1. Options as in A2ATSOptions; `rounds` of k-means. Rows with NaN or
+    infinities are left out. Raises QuantizerConfigError for other shapes and
+    where no row is left.
     """
     o, method = A2ATSOptions(**options), "a2ats_calibrate"
     check_int(method, "rounds", rounds, 1)
-    fits = keys.ndim == 3 and 0 not in keys.shape and keys.shape[2] % o.sub_dim == 0
-    check(fits, method, "keys", f"must be [N, H, multiple of {o.sub_dim}]", keys.shape)
-    count, heads, dim = keys.shape
-    fits = queries.ndim == 3 and queries.shape[::2] == (count, dim) and queries.shape[1] % heads == 0
-    check(fits, method, "queries", f"must be [{count}, multiple of {heads}, {dim}]", queries.shape)
-    positions = mx.arange(count) if positions is None else positions
+    came, asked = to_samples(method, "keys", keys), to_samples(method, "queries", queries, "Hq")
+    count, heads, dim = came.shape
+    check(dim % o.sub_dim == 0, method, "keys", f"must be [N, H, multiple of {o.sub_dim}]", came.shape)
+    fits = asked.shape[::2] == (count, dim) and asked.shape[1] % heads == 0
+    check(fits, method, "queries", f"must be [{count}, multiple of {heads}, {dim}]", asked.shape)
+    positions = mx.arange(count) if positions is None else mx.array(positions)
     check(positions.shape == (count,), method, "positions", f"must be [{count}]", positions.shape)
-    bare, far = (x.astype(mx.float32).swapaxes(0, 1)[None] for x in (keys, queries))
+    bare, far = (mx.array(x.swapaxes(0, 1)[None].astype(np.float32)) for x in (came, asked))
     bare, far = o.rotation(dim).undo(bare, positions), o.rotation(dim).apply(far, o.b - positions)
     moment = query_moment(on_host(far.reshape(heads, -1, dim)), o.sub_dim)
     weight = moment if o.use_query_aware else None
@@ -266,11 +266,5 @@ def a2ats(*, store: RowStore | None = None, **options: Any) -> Transform:
     check(isinstance(store, RowStore), "a2ats", "store", "must hold rows that stand alone", store)
     check(not store.key.keys_only, "a2ats", "store", "must give its keys back as vectors", store.key.name)
     if o.codebook is None:
-        _warn_uncalibrated()
+        warn_uncalibrated("a2ats", "without a codebook one for normal numbers stands in")
     return A2ATS("a2ats", o, store)
-
-
-@functools.cache
-def _warn_uncalibrated() -> None:
-    text = "a2ats: without a codebook of `a2ats_calibrate` one for normal numbers stands in"
-    warnings.warn(text, UserWarning, stacklevel=3)

@@ -7,7 +7,15 @@ from typing import Any
 import attrs
 import numpy as np
 
-from vq_functional.core.errors import check, check_between, check_choice, check_int, check_number
+from vq_functional.core.errors import (
+    QuantizerConfigError,
+    check,
+    check_between,
+    check_choice,
+    check_int,
+    check_number,
+    check_seed,
+)
 from vq_functional.core.spec import Layout
 from vq_functional.core.table import Table, check_table, to_table
 from vq_functional.hybrid.a2ats_codes import KeyCodes, key_codes
@@ -56,8 +64,9 @@ class A2ATSOptions:
     def __attrs_post_init__(self) -> None:
         check_int("a2ats", "codebook_bits", self.codebook_bits, 1, 12)
         check_int("a2ats", "sub_dim", self.sub_dim, 1)
-        for field in ("window", "b", "n_sink", "seed"):
-            check_int("a2ats", field, getattr(self, field), 0, 2**32 - 1 if field == "seed" else None)
+        for field in ("window", "b", "n_sink"):
+            check_int("a2ats", field, getattr(self, field), 0)
+        check_seed("a2ats", self.seed)
         check_between("a2ats", "beta", self.beta, 0, 1)
         check_between("a2ats", "retrieval_fraction", self.retrieval_fraction, 0, 1)
         for field in ("use_query_aware", "rope_traditional"):
@@ -82,6 +91,10 @@ class A2ATSOptions:
         for name, number in scaling.items():
             if name not in ("type", "rope_type"):
                 check_number("a2ats", f"rope_scaling[{name}]", number, 0)
+        try:
+            self.rotation(self.rope_dims or 2)
+        except QuantizerConfigError as error:
+            raise QuantizerConfigError(f"a2ats: `rope_scaling` must make a rotation; got {error}") from error
 
     def _check_tables(self) -> None:
         size, count = self.sub_dim, 2**self.codebook_bits

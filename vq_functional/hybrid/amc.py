@@ -14,15 +14,17 @@ import numpy as np
 
 from vq_functional.core.codec import Part, Rows
 from vq_functional.core.errors import check
-from vq_functional.core.spec import KVSpec, Layout
+from vq_functional.core.spec import Layout
 from vq_functional.core.transform import Transform
 from vq_functional.hybrid.amc_codes import channels_by_variance
 from vq_functional.hybrid.amc_options import AMCBasis, AMCOptions
 from vq_functional.hybrid.amc_saliency import Saliency, slots_by
 from vq_functional.hybrid.amc_tiers import Tiers
 from vq_functional.ops.rows import drop_left_padding, write_rows
+from vq_functional.ops.spectrum import to_samples
+from vq_functional.ops.vectors import to_dtype
 from vq_functional.quantize.blocks import Blocks, BlockState, Recent
-from vq_functional.quantize.sinks import SinkRule
+from vq_functional.quantize.sinks import sink_rule
 
 
 @attrs.frozen
@@ -36,12 +38,10 @@ class AMCBlocks(Blocks):
     def observes(self) -> bool:
         return self.saliency.alpha is not None
 
-    def init_state(self, spec: KVSpec, left_padding: mx.array | None = None) -> BlockState:
-        state = super().init_state(spec, left_padding)
+    def begin_memory(self, batch: int, layout: Layout) -> Any:
         if not self.observes:
-            return state
-        recent = attrs.evolve(state.recent, memory=mx.zeros_like(state.recent.keys))
-        return attrs.evolve(state, recent=recent)
+            return ()
+        return mx.zeros((batch, layout.kv_heads, self.recent_rows, layout.key_dim), layout.dtype)
 
     def remember(self, held: BlockState, queries: mx.array, lengths: mx.array | None, proxy: bool) -> Any:
         memory = held.recent.memory
@@ -52,7 +52,7 @@ class AMCBlocks(Blocks):
         mean = mx.zeros((batch, heads, n, dim), memory.dtype)
         if not proxy:
             grouped = queries.astype(mx.float32).reshape(batch, heads, query_heads // heads, n, dim)
-            mean = mx.where(mx.isfinite(grouped), grouped, 0).mean(axis=2).astype(memory.dtype)
+            mean = to_dtype(mx.where(mx.isfinite(grouped), grouped, 0).mean(axis=2), memory.dtype)
         start = held.offset - (n if lengths is None else lengths)
         row = mx.maximum(start, 0) - held.coded
         return write_rows(memory, drop_left_padding(mean, mx.maximum(-start, 0)), row)
@@ -68,16 +68,6 @@ class AMCBlocks(Blocks):
             key.pack(recent.keys, slots, lowered, tables[0]),
             value.pack(recent.values, slots, lowered, tables[1]),
         )
-
-    def trim(self, state: BlockState, n: int) -> BlockState:
-        """As of any blocks; rows that were packed come back without what is known of their queries."""
-        trimmed = super().trim(state, n)
-        if not self.observes:
-            return trimmed
-        row = mx.arange(state.recent.keys.shape[2])
-        stays = (trimmed.coded == state.coded)[:, None] & (row < (trimmed.offset - trimmed.coded)[:, None])
-        memory = mx.where(stays[:, None, :, None], trimmed.recent.memory, 0)
-        return attrs.evolve(trimmed, recent=attrs.evolve(trimmed.recent, memory=memory))
 
     def _coded_parts(self, held: BlockState, start: mx.array | None, columns: int | None = None) -> list[Part]:
         """As of any blocks, and the values read the slots that the keys hold."""
@@ -104,22 +94,23 @@ def tier_counts(transform: AMCBlocks, state: BlockState) -> tuple[int, int, int]
     return total * high - from_high, total * mid + from_high - from_mid, total * low + from_mid
 
 
-def amc_calibrate(keys: mx.array, values: mx.array, *, queries: mx.array | None = None, **options: Any) -> AMCBasis:
-    """Order of channels of one layer, from neighbouring rows `keys` [N, H, Dk] and `values` [N, H, Dv].
+def amc_calibrate(keys: Any, values: Any, *, queries: Any = None, **options: Any) -> AMCBasis:
+    """Order of channels of one layer, from neighbouring rows `keys` [N, H, Dk] and `values` [N, H, Dv], MLX or numpy.
 
     `queries` [N, Hq, Dk] count with `use_query_saliency`. Options as in AMCOptions; without
-    them `calib_variance` is that of the defaults. Raises QuantizerConfigError for other shapes.
+    them `calib_variance` is that of the defaults. Raises QuantizerConfigError for other shapes
+    and where no row is finite.
     """
     o = AMCOptions(**{**options, "adaptive_thresholds": False})
-    for field, x in (("keys", keys), ("values", values)):
-        check(x.ndim == 3 and 0 not in x.shape, "amc_calibrate", field, "must be [N, H, D]", x.shape)
+    keys, values = _to_rows("keys", keys), _to_rows("values", values)
     count, heads, dim = keys.shape
     rule = f"must be [{count}, {heads}, Dv]"
     check(values.shape[:2] == (count, heads), "amc_calibrate", "values", rule, values.shape)
     if queries is not None:
-        fits = queries.ndim == 3 and queries.shape[::2] == (count, dim) and queries.shape[1] % heads == 0
+        queries = _to_rows("queries", queries)
+        fits = queries.shape[::2] == (count, dim) and queries.shape[1] % heads == 0
         check(fits, "amc_calibrate", "queries", f"must be [{count}, a multiple of {heads}, {dim}]", queries.shape)
-        queries = _in_blocks(queries.reshape(count, heads, -1, dim).astype(mx.float32).mean(axis=2), o.threshold_window)
+        queries = _in_blocks(queries.reshape(count, heads, -1, dim).mean(axis=2), o.threshold_window)
     saliency = o.saliency.of(_in_blocks(keys, o.threshold_window), queries)
     variance = float(o.saliency.variance(saliency).mean().item())  # type: ignore[arg-type]
     found = [channels_by_variance(x.swapaxes(0, 1)[None]) for x in (keys, values)]
@@ -133,6 +124,11 @@ def amc_calibrate(keys: mx.array, values: mx.array, *, queries: mx.array | None 
     )
 
 
+def _to_rows(field: str, x: Any) -> mx.array:
+    """Sampled rows float32 [N, H, D]."""
+    return mx.array(to_samples("amc_calibrate", field, x).astype(np.float32))
+
+
 def _in_blocks(x: mx.array, window: int) -> mx.array:
     """Whole blocks [H, N, C, D] of rows `x` [N, H, D]; all rows are one block where they are fewer."""
     window = min(window, x.shape[0])
@@ -143,5 +139,5 @@ def _in_blocks(x: mx.array, window: int) -> mx.array:
 def amc(**options: Any) -> Transform:
     """Rows in three tiers by saliency, with fewer channels and bits for the lower ones; keeps every token."""
     o = AMCOptions(**options)
-    sinks = SinkRule(o.n_sink) if o.n_sink else None
+    sinks = sink_rule(o.n_sink)
     return AMCBlocks("amc", o.codec(True), o.codec(False), o.residual_length, sinks, saliency=o.saliency)

@@ -60,14 +60,17 @@ class TiersCodec(Codec):
         return min(mid, dim), min(low, dim)
 
     def bind(self, dim: int, dtype: mx.Dtype) -> Coder:
-        if self.order is not None:
-            size = self.order.shape[1]
-            check(size == dim, "amc", "head_dim", f"must be that of `basis`, {size}", dim)
         mid, low = (
             SymmetricCodes(rank, bits, self.group_size, dtype)
             for rank, bits in zip(self.ranks(dim), (8, 4), strict=True)
         )
-        return Tiers(dim, dtype, self, mid, low)
+        if self.order is None:
+            return Tiers(dim, dtype, self, mid, low, ())
+        size = self.order.shape[1]
+        check(size == dim, "amc", "head_dim", f"must be that of `basis`, {size}", dim)
+        given = tuple(table.array[None] for table in (self.order, self.mean) if table is not None)
+        mx.eval(given)
+        return Tiers(dim, dtype, self, mid, low, given)
 
 
 class Held(NamedTuple):
@@ -95,6 +98,7 @@ class Tiers(Coder):
     codec: TiersCodec
     mid: SymmetricCodes
     low: SymmetricCodes
+    given: Rows  # tables that no sequence has of its own, B = 1
 
     @property
     def tiers(self) -> tuple[SymmetricCodes, ...]:
@@ -102,10 +106,11 @@ class Tiers(Coder):
         return tuple(codes for codes, count in zip((self.mid, self.low), self.codec.counts[1:], strict=True) if count)
 
     def tables(self, x: mx.array) -> Rows:
-        if self.codec.order is None:
-            order, means = channels_by_variance(x[:, :, : self.codec.window])
-        else:
-            order, means = (self._given(table, x) for table in (self.codec.order, self.codec.mean))
+        if self.given:
+            heads = self.given[0].shape[1]
+            check(x.shape[1] == heads, "amc", "kv_heads", f"must be those of `basis`, {heads}", x.shape[1])
+            return ()
+        order, means = channels_by_variance(x[:, :, : self.codec.window])
         held = (order.astype(mx.uint16),)
         return (*held, to_dtype(means, self.dtype)) if self.codec.fill == "mean" else held
 
@@ -194,15 +199,8 @@ class Tiers(Coder):
 
     def _fitted(self, tables: Rows) -> tuple[mx.array, mx.array | None]:
         """Channels by rank int32 [B, H, D], and their means float32 [B, H, 1, D] where these fill all blocks."""
-        means = tables[1].astype(mx.float32)[:, :, None] if self.codec.fill == "mean" else None
-        return tables[0].astype(mx.int32), means
-
-    def _given(self, table: Table | None, x: mx.array) -> mx.array:
-        """A table of the basis for each batch row of `x` [B, H, S, D]."""
-        array = mx.zeros((x.shape[1], self.dim)) if table is None else table.array
-        heads = array.shape[0]
-        check(x.shape[1] == heads, "amc", "kv_heads", f"must be those of `basis`, {heads}", x.shape[1])
-        return mx.broadcast_to(array, (x.shape[0], *array.shape))
+        order, *means = self.given or tables
+        return order.astype(mx.int32), means[0].astype(mx.float32)[:, :, None] if means else None
 
     def _codes(self, codes: SymmetricCodes, ranked: mx.array, means: mx.array | None) -> Rows:
         """Codes and scales of rows [B, H, N, n, D] with channels by rank."""

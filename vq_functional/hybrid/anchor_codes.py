@@ -6,16 +6,15 @@ import attrs
 import mlx.core as mx
 import numpy as np
 
-from vq_functional.codebook.scalar import ScalarCodes, scalar_codes
 from vq_functional.core.codec import Codec, Coder, Rows
 from vq_functional.core.errors import check_int
 from vq_functional.ops.codebooks import GRID, lloyd_max
 from vq_functional.ops.packing import words
 from vq_functional.ops.rotations import Rotation, random_rotation
-from vq_functional.ops.vectors import norm, scaled, to_dtype
+from vq_functional.ops.scalar import ScalarCodes, scalar_codes
+from vq_functional.ops.vectors import TINY, norm, scaled, to_dtype
 
 REACH = 8.0  # standard deviations that the levels are fitted to
-TINY = 1e-30
 SLOT = 6  # bytes of a residual beside its codes: float16 scale, int32 place
 FEW_ANCHORS = 64  # up to so many a dense product is faster than adding up by index
 

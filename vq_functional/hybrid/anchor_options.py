@@ -2,7 +2,7 @@
 
 import attrs
 
-from vq_functional.core.errors import check, check_between, check_choice, check_int, check_number
+from vq_functional.core.errors import check, check_between, check_choice, check_int, check_number, check_seed
 from vq_functional.hybrid.anchor_codes import AnchoredCodec
 from vq_functional.hybrid.anchor_state import Sizes
 from vq_functional.hybrid.anchors import Rule
@@ -12,7 +12,7 @@ SHORT = 4  # prompts of fewer windows than this stay exact
 
 @attrs.frozen(kw_only=True)
 class AnchorKVOptions:
-    """`theta` is the share of a 16-bit prompt that its compressed form may take.
+    """`theta` is the share of the exact prompt's bytes that its compressed form may take.
 
     A share `anchor_frac` of the tokens are anchors, among them the first `n_sink`
     and the last `window`; of the others a share `rho` is chosen by attention, averaged
@@ -34,10 +34,8 @@ class AnchorKVOptions:
         check_int("anchorkv", "window", self.window, 1)
         check_between("anchorkv", "rho", self.rho, 0, 1)
         check_number("anchorkv", "anchor_frac", self.anchor_frac, 0, 1)
-        whole = isinstance(self.residual_bits, int) and not isinstance(self.residual_bits, bool)
-        check(whole, "anchorkv", "residual_bits", "must be an integer", self.residual_bits)
         check_choice("anchorkv", "residual_bits", self.residual_bits, (1, 2, 3, 4))
-        check_int("anchorkv", "seed", self.seed, 0, 2**64 - 1)
+        check_seed("anchorkv", self.seed)
         check_int("anchorkv", "n_sink", self.n_sink, 0)
         check_int("anchorkv", "pool_kernel", self.pool_kernel, 1)
         check(self.pool_kernel % 2 == 1, "anchorkv", "pool_kernel", "must be odd", self.pool_kernel)

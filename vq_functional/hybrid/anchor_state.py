@@ -14,6 +14,7 @@ from vq_functional.core.tree import map_leaves, static_field
 from vq_functional.hybrid.anchor_codes import AnchoredSide, slot_bytes
 from vq_functional.ops.packing import words
 from vq_functional.ops.rows import pick, read_rows
+from vq_functional.ops.vectors import to_dtype
 
 BUCKET = 64  # tokens that the room for a prompt is a multiple of
 INDEX_BYTES = 4  # of a row: uint16 index and float16 gain
@@ -156,7 +157,8 @@ def asked_after(held: AnchorState, queries: mx.array, counts: mx.array, proxy: b
     if group == 0:
         before = keys_before(held, held.offset - counts, window)
         earlier = mx.repeat(before, queries.shape[1] // held.layout.kv_heads, axis=1)
-    latest = read_rows(mx.concatenate([earlier, asking.astype(earlier.dtype)], axis=2), counts, window)
+    asking = to_dtype(mx.where(mx.isfinite(asking), asking, mx.nan), earlier.dtype)  # infinite ones count for nothing
+    latest = read_rows(mx.concatenate([earlier, asking], axis=2), counts, window)
     return mx.where((held.prompt > 0)[:, None, None, None], earlier, latest)
 
 

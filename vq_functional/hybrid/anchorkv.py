@@ -15,6 +15,7 @@ from typing import Any
 
 import attrs
 import mlx.core as mx
+import numpy as np
 
 from vq_functional.core.codec import Part, PlainCodec, bind
 from vq_functional.core.errors import check, check_int
@@ -112,15 +113,22 @@ class AnchorKV(Transform):
             extent = Extent(held.extent.rows, bucket(held.extent.rows), 0, 1)
         return self._anchored(held, extent)
 
-    def compress(self, state: AnchorState, tokens: int, rows: int = BUCKET) -> AnchorState:
-        """End the prompts that a settled `state` holds, of at most so many `tokens`, and anchor them.
+    def compress(self, state: AnchorState, tokens: int, rows: int | None = None) -> AnchorState:
+        """End the prompts that a settled `state` holds, of at most so many `tokens`, and anchor them. Reads back.
 
-        `rows`: exact rows that are left room for. Prompts of fewer than `options.least` tokens, and rows
-        that came after a prompt, need their place among them.
+        `rows`: room for exact rows (None: BUCKET, or more where more stay). Those are prompts of fewer than
+        `options.least` tokens and rows that came after a prompt.
         """
         check_int(self.name, "tokens", tokens, 1)
-        prompt = mx.where(state.prompt == 0, mx.maximum(state.offset, 0), state.prompt)
-        extent = Extent(rows, bucket(tokens) if tokens >= self.options.least else 0, 0, 0)
+        seen = mx.maximum(state.offset, 0)
+        prompt = mx.where(state.prompt == 0, seen, state.prompt)
+        new = mx.where(state.coded == 0, prompt, 0)
+        coded = mx.where(new >= self.options.least, new, state.coded)
+        longest, exact = (int(np.array(count).max(initial=0)) for count in (new, seen - coded))
+        check(tokens >= longest, self.name, "tokens", f"must be at least the {longest} of the longest prompt", tokens)
+        room = max(BUCKET, bucket(exact)) if rows is None else rows
+        check_int(self.name, "rows", room, exact)
+        extent = Extent(room, bucket(tokens) if tokens >= self.options.least else 0, 0, 0)
         return self._anchored(attrs.evolve(state, prompt=prompt), extent)
 
     def parts(self, held: AnchorState, fill: Fill | None = None) -> tuple[Parts, Parts]:

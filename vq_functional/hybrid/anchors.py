@@ -10,11 +10,13 @@ import numpy as np
 from vq_functional.core.codec import bind
 from vq_functional.core.spec import Layout
 from vq_functional.core.tree import map_leaves
-from vq_functional.hybrid.anchor_codes import TINY, AnchoredCodec, AnchoredCoder, AnchoredSide
+from vq_functional.hybrid.anchor_codes import AnchoredCodec, AnchoredCoder, AnchoredSide
 from vq_functional.hybrid.anchor_state import Sizes
 from vq_functional.ops.attention import LOWEST
 from vq_functional.ops.rows import chosen, pick, top_mask
-from vq_functional.ops.vectors import norm, to_dtype
+from vq_functional.ops.vectors import TINY, norm, to_dtype
+
+LIMIT = mx.finfo(mx.float32).max / 64  # rows of numbers up to here have multiples and residuals that can't overflow
 
 
 @attrs.frozen
@@ -78,9 +80,9 @@ class Prompt:
 
 
 def cleaned(x: mx.array, live: mx.array | None = None) -> mx.array:
-    """Float32 `x` with zeros for numbers that are not finite, and for rows that are not `live`."""
+    """Float32 `x` within LIMIT, with zeros for numbers that are not finite, and for rows that are not `live`."""
     keep = mx.isfinite(x) if live is None else mx.isfinite(x) & live[..., None]
-    return mx.where(keep, x, 0).astype(mx.float32)
+    return mx.where(keep, mx.clip(x.astype(mx.float32), -LIMIT, LIMIT), 0)
 
 
 def anchored(rule: Rule, layout: Layout, prompt: Prompt) -> tuple[AnchoredSide, AnchoredSide, mx.array]:

@@ -29,10 +29,10 @@ from vq_functional.evict.slots import SlotState, free_slot
 from vq_functional.evict.snapkv import SnapKVPolicy
 from vq_functional.ops.attention import LOWEST, Mask, attend
 from vq_functional.ops.masks import causal, query_positions
-from vq_functional.ops.rows import extend_rows, pick, put, token_order, top_rows
+from vq_functional.ops.rows import extend_rows, pick, put, token_order
+from vq_functional.ops.vectors import TINY
 
 OWN = 0.1  # of its own vote counts beside the best one near a row: a peak comes before its neighbours
-TINY = 1e-30
 
 
 @attrs.frozen(kw_only=True)
@@ -93,11 +93,10 @@ class RocketKVPolicy(SnapKVPolicy):
     max_kernel: int = 1
     name = "rocketkv"
 
-    def score(self, votes: mx.array, scene: Scene) -> tuple[mx.array, mx.array]:
-        votes, _ = super().score(votes, scene)
+    def smoothed(self, votes: mx.array, scene: Scene) -> mx.array:
         order = token_order(scene.position)
         ranked = pick(mx.where((scene.position < 0) | self._window(scene), 0, votes), order)
-        return votes, put(votes, order, _max_pooled(ranked, self.max_kernel) + OWN * ranked)
+        return put(votes, order, _max_pooled(ranked, self.max_kernel) + OWN * ranked)
 
     @property
     def shielded(self) -> int:
@@ -139,7 +138,7 @@ class Pages:
         batch, heads, _, dim = self.high.shape
         grouped = queries.astype(mx.float32).reshape(batch, heads, -1, dim)
         size = mx.abs(grouped)
-        channel = top_rows(size.mean(axis=2), mx.full((batch,), channels), channels, latest=False)[:, :, None]
+        channel = mx.argpartition(-size.sum(axis=2, keepdims=True), channels - 1, axis=-1)[..., :channels]
         query, high, low = (
             mx.take_along_axis(x, channel, axis=-1).astype(mx.float32) for x in (grouped, self.high, self.low)
         )
@@ -225,6 +224,8 @@ class RocketKV(Evicting):
         `k2` pages, None for the method's own number, among them those of the
         `keep_recent` newest rows; more where these and the best page need it.
         """
+        check_int(self.name, "k2", k2, 1, optional=True)
+        check_int(self.name, "keep_recent", keep_recent, 0)
         seen = (state.position >= 0)[:, :, None]
         index, real = self._best_rows(state, query, query.shape[-1] ** -0.5, seen, k2, keep_recent)
         return mx.where(real & (pick(state.position, index) >= 0), index, -1).astype(mx.int32)
@@ -247,11 +248,11 @@ class RocketKV(Evicting):
         size = min(max(math.ceil(total / self.ratio) if k2 is None else k2, least), total)
         share = mx.round(-(-held[:, 0, 0] // self.page) / self.ratio).astype(mx.int32)
         wanted = mx.maximum(share if k2 is None else mx.full(share.shape, k2), least)
-        best = top_rows(priority, wanted, size, latest=False)
-        real = mx.arange(size) < mx.minimum(useful.sum(axis=-1), wanted[:, None])[..., None]
+        best = mx.argsort(-priority, axis=-1)[..., :size].astype(mx.int32)
+        real = mx.take_along_axis(useful, best, axis=-1) & (mx.arange(size) < wanted[:, None, None])
+        best = mx.sort(mx.where(real, best, total), axis=-1)
         index = (best[..., None] * self.page + mx.arange(self.page)).reshape(*best.shape[:2], -1)
-        real = mx.repeat(real, self.page, axis=-1) & (index < state.slots)
-        return mx.minimum(index, state.slots - 1), real
+        return mx.minimum(index, state.slots - 1), index < state.slots
 
     def _paged(self, state: SlotState) -> SlotState:
         """The state with its pages made anew."""
@@ -265,8 +266,7 @@ class RocketKV(Evicting):
         """`x` [B, H, slots, D] as [B, H, pages, page, D], the last page filled up with `rest`."""
         batch, heads, slots, dim = x.shape
         count = self._count(slots)
-        x = mx.pad(x, [(0, 0), (0, 0), (0, count * self.page - slots), (0, 0)], "constant", rest)
-        return x.reshape(batch, heads, count, self.page, dim)
+        return extend_rows(x, count * self.page, rest).reshape(batch, heads, count, self.page, dim)
 
     def _keys(self, state: SlotState, keys: Rows) -> mx.array:
         """Vectors [B, H, S, D] of held keys."""

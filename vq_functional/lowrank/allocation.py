@@ -7,6 +7,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from vq_functional.lowrank.head_groups import HeadGroups, principal_basis
+from vq_functional.ops.ranges import from_mean
 from vq_functional.ops.vectors import TINY
 
 # End of evenly spaced levels, 2**bits of them, that lose least of a normal variable (Max 1960), in deviations.
@@ -59,11 +60,6 @@ def _followed(picks: list[mx.array], bits: mx.array, step: int) -> mx.array:
     return -mx.sort(-mx.concatenate(found, axis=-1), axis=-1)
 
 
-def centred(x: mx.array, mean: mx.array) -> mx.array:
-    """Float32 `x` [B, H, S, D] less the `mean` [B, H, D]; zero where it is not finite."""
-    return mx.where(mx.isfinite(x), x - mean[:, :, None].astype(mx.float32), 0)
-
-
 def excess_variance(x: mx.array, variance: mx.array) -> mx.array:
     """What components of rows of `x` [B, H, S, D] vary more than their `variance` [B, H, r] where they weren't fitted.
 
@@ -75,7 +71,7 @@ def excess_variance(x: mx.array, variance: mx.array) -> mx.array:
         return mx.zeros((*variance.shape[:2], 1))
     early, late = x[:, :, :half], x[:, :, -half:]
     basis, mean = principal_basis(mx.concatenate([early, late]), HeadGroups.of(x.shape[1], x.shape[1]), rank)
-    tried = mean_squares(centred(mx.concatenate([late, early]), mean) @ basis)
+    tried = mean_squares(from_mean(mx.concatenate([late, early]), mean[:, :, None]) @ basis)
     more = tried.reshape(2, *variance.shape).sum(axis=0) * 0.5 - variance
     small = more[..., rank // 2 :]
     return mx.maximum(small.sum(axis=-1, keepdims=True) / small.shape[-1], 0)

@@ -6,8 +6,7 @@ import attrs
 import mlx.core as mx
 import numpy as np
 
-from vq_functional.ops.ranges import mended
-from vq_functional.ops.spectrum import Floats, principal_axes
+from vq_functional.ops.spectrum import Floats, least_rank, principal_axes
 from vq_functional.ops.vectors import TINY
 
 
@@ -102,12 +101,10 @@ def _places(groups: HeadGroups) -> tuple[mx.array, mx.array]:
 
 
 def principal_basis(x: mx.array, groups: HeadGroups, rank: int) -> tuple[mx.array, mx.array]:
-    """Axes float32 [B, H, D, rank] along which joined rows of `x` [B, H, S, D] spread most, and their mean [B, H, D].
+    """Axes float32 [B, H, D, rank] along which joined rows of `x` spread most, and their mean [B, H, D].
 
-    A number that is not finite counts as the next one of its channel. Where there are fewer axes than `rank`, the last
-    are zeros.
+    `x` float32 [B, H, S, D], finite. Where there are fewer axes than `rank`, the last are zeros.
     """
-    x = mended(x.astype(mx.float32))
     size = mx.maximum(mx.abs(x).max(axis=(1, 2, 3), keepdims=True), TINY)
     x = x / size  # so that sums can't overflow
     mean = x.sum(axis=2, keepdims=True) * (1 / x.shape[2])
@@ -123,10 +120,17 @@ def _axes(rows: mx.array, groups: HeadGroups, rank: int) -> mx.array:
         ends = mx.eye(dim, rows.shape[-1], k=rows.shape[-1] - dim)
         energy = 1 + mx.abs(rows).sum(axis=(-1, -2), keepdims=True)
         rows = mx.concatenate([rows, mx.where(mx.arange(groups.count)[:, None, None] < full, 0, energy * ends)], axis=2)
-    # Not from the Gram matrix, whose rounding errors hide the smaller axes.
-    axes = mx.linalg.svd(rows, stream=mx.cpu)[2].swapaxes(-1, -2)
-    axes = mx.pad(axes, [(0, 0)] * 3 + [(0, rank)])
+    axes = mx.pad(_right_vectors(rows, rank + dim * (full < groups.count)), [(0, 0)] * 3 + [(0, dim + rank)])
     return mx.concatenate([axes[:, :full, :, :rank], axes[:, full:, :, dim : dim + rank]], axis=1)
+
+
+def _right_vectors(rows: mx.array, count: int) -> mx.array:
+    """Right singular vectors [..., F, N] of `rows` [..., S, F]: the first `count` at least, where there are so many."""
+    # Not from the Gram matrix, whose rounding errors hide the smaller axes.
+    if count > rows.shape[-2] or rows.shape[-2] >= rows.shape[-1]:
+        return mx.linalg.svd(rows, stream=mx.cpu)[2].swapaxes(-1, -2)
+    span, within = mx.linalg.qr(rows.swapaxes(-1, -2), stream=mx.cpu)
+    return span @ mx.linalg.svd(within.swapaxes(-1, -2), stream=mx.cpu)[2].swapaxes(-1, -2)
 
 
 def sampled_basis(
@@ -140,14 +144,8 @@ def sampled_basis(
     dim = samples.shape[2]
     joined = [samples[:, span].reshape(len(samples), -1) for span in groups.spans]
     axes, energy = zip(*(principal_axes(rows, centred=True) for rows in joined), strict=True)
-    wanted = groups.size * rank if rank is not None else max(_least(one, share) for one in energy)
+    wanted = groups.size * rank if rank is not None else max(least_rank(one, share) for one in energy)
     width = -(-wanted // multiple) * multiple
     parts = [np.pad(one, ((0, 0), (0, max(width - len(one), 0))))[:, :width].reshape(-1, dim, width) for one in axes]
     means = [rows[np.isfinite(rows).all(axis=1)].mean(axis=0).reshape(-1, dim) for rows in joined]
     return np.concatenate(parts), np.concatenate(means)
-
-
-def _least(falling: Floats, share: float) -> int:
-    """How many of the numbers, the largest first, sum to `share` of all; one at least."""
-    total = np.cumsum(falling)
-    return min(int((total < share * total[-1] * (1 - 1e-9)).sum()) + 1, len(falling))

@@ -56,6 +56,8 @@ def kvtc_decode(transform: Transform, data: bytes) -> BlockState:
     check(data[: len(MAGIC)] == MAGIC, "kvtc_decode", "data", "must begin with its mark", data[: len(MAGIC)])
     try:
         return _decoded(transform, _sections(data))
+    except QuantizerConfigError:
+        raise
     except (ValueError, IndexError, StopIteration, struct.error) as error:
         raise QuantizerConfigError(f"kvtc_decode: `data` must be whole; got {error}") from error
 

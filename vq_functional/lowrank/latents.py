@@ -11,6 +11,7 @@ from vq_functional.core.table import Table
 from vq_functional.lowrank.head_groups import HeadGroups, principal_basis
 from vq_functional.ops.affine import Groups, dequantize, matmul, quantize
 from vq_functional.ops.low_rank import shrink
+from vq_functional.ops.ranges import from_mean, mended
 from vq_functional.ops.rotations import random_rotation
 from vq_functional.ops.vectors import to_dtype
 
@@ -179,7 +180,7 @@ class LatentRows(Coder):
         if self.given:
             return ()
         groups = self._groups(x.shape[1])
-        first = x[:, :, min(self.codec.n_sink, x.shape[2] - 1) :]
+        first = mended(x[:, :, min(self.codec.n_sink, x.shape[2] - 1) :].astype(mx.float32))
         return self.as_tables(*principal_basis(first, groups, self.codec.rank_of(groups.size, self.dim)))
 
     def as_tables(self, basis: mx.array, mean: mx.array) -> Rows:
@@ -196,9 +197,9 @@ class LatentRows(Coder):
         _, basis, mean = self._opened(tables)
         heads = basis.shape[1]
         check(x.shape[1] == heads, "palu", "basis", f"must be of {x.shape[1]} heads", heads)
-        groups, x = self._groups(heads), x.astype(mx.float32)
-        joined = groups.joined(mx.where(mx.isfinite(x), x - mean, 0))
-        return self._latents(basis).encode(projected(joined, groups.stacked(basis * self._shrink(groups))))
+        groups = self._groups(heads)
+        onto = groups.stacked(basis * self._shrink(groups))
+        return self._latents(basis).encode(projected(groups.joined(from_mean(x, mean)), onto))
 
     def decode(self, rows: Rows) -> mx.array:
         latents, basis, mean = self._opened(rows)

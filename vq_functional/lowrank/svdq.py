@@ -19,7 +19,7 @@ from vq_functional.ops.rope import Rope, to_rope
 from vq_functional.quantize.blocks import Blocks
 from vq_functional.quantize.groups import TokenGroupsCodec
 from vq_functional.quantize.positioned import PositionedBlocks
-from vq_functional.quantize.sinks import SinkRule
+from vq_functional.quantize.sinks import sink_rule
 
 N_FIT = 128  # rows, where the rank doesn't tell
 
@@ -116,6 +116,6 @@ def svdq(**options: Any) -> Transform:
     """Keys as latents in bits that fall with their variance, the first and the newest rows exact; keeps every token."""
     o = SVDqOptions(**options)
     value: Codec = PlainCodec() if o.bits_v is None else TokenGroupsCodec(o.bits_v, o.group_size)
-    sinks = SinkRule(o.n_sink) if o.n_sink else None
+    sinks = sink_rule(o.n_sink)
     kind = Blocks if o.rope is None else PositionedBlocks
     return kind("svdq", o.key_codec, value, residual=o.residual, sinks=sinks)

@@ -8,10 +8,10 @@ import mlx.core as mx
 import numpy as np
 
 from vq_functional.core.describe import Described
-from vq_functional.core.errors import check, check_int, check_number
+from vq_functional.core.errors import check_int, check_number
 from vq_functional.core.table import Table, check_table, to_table
 from vq_functional.ops.rope import Rope, to_rope
-from vq_functional.ops.spectrum import Floats, principal_axes, to_numpy
+from vq_functional.ops.spectrum import Floats, check_axes, least_rank, principal_axes, to_numpy, to_samples
 from vq_functional.ops.vectors import TINY
 
 CALIBRATE = "svdq_calibrate"
@@ -55,9 +55,7 @@ class SVDqBasis(Described):
     def __attrs_post_init__(self) -> None:
         check_table("svdq", "basis", self.basis, (None, None, None))
         check_table("svdq", "mean", self.mean, self.basis.shape[:2])
-        axes = to_numpy(self.basis.array)
-        off = float(np.abs(axes.swapaxes(-1, -2) @ axes - np.eye(self.rank)).max(initial=0))
-        check(off <= 1e-3, "svdq", "basis", "must hold orthonormal axes", f"V^T V off by {off:.1g}")
+        check_axes("svdq", "basis", to_numpy(self.basis.array))
 
     @property
     def rank(self) -> int:
@@ -88,14 +86,11 @@ def svdq_calibrate(
     `rank` axes a head, or for None as few as hold the share `energy_threshold`
     of the sum of singular values in every head. With `rope`, for a method that
     has it, the keys stand at `positions` int [N], 0 to N - 1 unless given. Rows
-    with NaN or infinities are left out. Raises QuantizerConfigError for other shapes.
+    with NaN or infinities are left out. Raises QuantizerConfigError for other shapes and where no row is left.
     """
     check_number(CALIBRATE, "energy_threshold", energy_threshold, 0, 1)
-    fits = len(keys.shape) == 3 and 0 not in keys.shape
-    check(fits, CALIBRATE, "keys", "must be [N, H, D]", tuple(keys.shape))
-    if rank is not None:
-        check_int(CALIBRATE, "rank", rank, 1, keys.shape[2])
-    rows, rope = to_numpy(keys).swapaxes(0, 1), to_rope(rope)
+    rows, rope = to_samples(CALIBRATE, "keys", keys).swapaxes(0, 1), to_rope(rope)
+    check_int(CALIBRATE, "rank", rank, 1, rows.shape[2], optional=True)
     if rope is not None:
         position = mx.arange(rows.shape[1]) if positions is None else positions
         rows = to_numpy(rope.undo(mx.array(rows.astype(np.float32))[None], position)[0])
@@ -103,14 +98,7 @@ def svdq_calibrate(
     axes, energy = zip(*(principal_axes(head, centred=True) for head in heads), strict=True)
     size = max(least_rank(np.sqrt(one), energy_threshold) for one in energy) if rank is None else rank
     found = mx.array(np.stack(axes)[..., :size].astype(np.float32))
-    mean = np.stack([head.mean(axis=0) if len(head) else np.zeros(head.shape[1]) for head in heads])
-    return SVDqBasis(turned(found), mean)
-
-
-def least_rank(sigma: Floats, share: float) -> int:
-    """How many of the falling singular values sum to `share` of all; one at least."""
-    total = np.cumsum(sigma)
-    return min(int((total < share * total[-1] * (1 - 1e-9)).sum()) + 1, len(sigma))
+    return SVDqBasis(turned(found), np.stack([head.mean(axis=0) for head in heads]))
 
 
 def fitted_basis(x: mx.array) -> tuple[mx.array, mx.array]:

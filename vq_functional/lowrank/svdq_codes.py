@@ -120,18 +120,15 @@ class LatentChannels(PositionedCoder):
 
     def decode(self, rows: Rows) -> mx.array:
         arrays, basis, mean = self._opened(rows)
-        sections = zip(self._groups(arrays), self.plan.sections, strict=True)
-        numbers = [dequantize(groups, bits, self.codec.group_size) for groups, (_, bits) in sections]
-        latents = mx.concatenate(numbers, axis=2).swapaxes(-1, -2)
-        x = self._by_unit(latents, (basis / self._shrink).swapaxes(-1, -2)) + mean
+        x = self._by_unit(self._latents(arrays).swapaxes(-1, -2), (basis / self._shrink).swapaxes(-1, -2)) + mean
         if self.codec.rope:
             position = arrays[-1][:, 0, :, None] + mx.arange(self.codec.unit)
             x = self.codec.rope.apply(x, position.flatten(1))
         return to_dtype(x, self.dtype)
 
     def dot(self, queries: mx.array, rows: Rows) -> mx.array:
-        if self.codec.rope:  # a key's products depend on its position
-            return super().dot(queries, rows)
+        if self.codec.rope:
+            return self._dot_turned(self.codec.rope, queries, rows)
         arrays, basis, mean = self._opened(rows)
         scores, asked, start = queries @ mean.swapaxes(-1, -2), queries @ (basis / self._shrink), 0
         for groups, (count, bits) in zip(self._groups(arrays), self.plan.sections, strict=True):
@@ -139,6 +136,24 @@ class LatentChannels(PositionedCoder):
             scores = scores + matmul(part, groups, bits, self.codec.group_size, transpose=False)
             start += count
         return scores
+
+    def _dot_turned(self, rope: Rope, queries: mx.array, rows: Rows) -> mx.array:
+        """Products with keys as `rope` turns them; the two halves of its pairs are never put together."""
+        arrays, basis, mean = self._opened(rows)
+        keys, mean = (basis / self._shrink) @ self._latents(arrays), mean.swapaxes(-1, -2)
+        cos, sin = (x[:, None] for x in rope.runs(arrays[-1][:, 0], self.codec.unit))
+        (first, second), rest = rope.pairs, slice(rope.dims, None)
+        x, y = (keys[..., part, :] + mean[..., part, :] for part in (first, second))
+        scores = queries[..., first] @ (x * cos - y * sin) + queries[..., second] @ (x * sin + y * cos)
+        if rope.dims == self.dim:
+            return scores
+        return scores + queries[..., rest] @ (keys[..., rest, :] + mean[..., rest, :])
+
+    def _latents(self, arrays: Rows) -> mx.array:
+        """Float32 [B, H, r', S] of the rows, times `_shrink`."""
+        sections = zip(self._groups(arrays), self.plan.sections, strict=True)
+        numbers = [dequantize(groups, bits, self.codec.group_size) for groups, (_, bits) in sections]
+        return mx.concatenate(numbers, axis=2)
 
     def _packed(self, latents: mx.array) -> list[Groups]:
         """Groups of each section of `latents` [B, H, r', S]."""

@@ -12,7 +12,6 @@ from vq_functional.core.errors import check
 from vq_functional.core.table import Table
 from vq_functional.lowrank.allocation import (
     allocate,
-    centred,
     excess_variance,
     mean_squares,
     observed_ranges,
@@ -21,7 +20,7 @@ from vq_functional.lowrank.allocation import (
 )
 from vq_functional.lowrank.head_groups import HeadGroups, principal_basis
 from vq_functional.ops.packing import WORD
-from vq_functional.ops.ranges import mended
+from vq_functional.ops.ranges import from_mean, mended
 from vq_functional.ops.vectors import TINY, to_dtype
 
 RANGES = ("spread", "observed")
@@ -163,7 +162,7 @@ class VariableCodes(Coder):
     def fitted(self, x: mx.array, basis: mx.array, mean: mx.array) -> Rows:
         """Tables for the rows of float32 `x` [B, H, S, D], finite, with these axes [B, H, D, r] and mean [B, H, D]."""
         basis, mean = to_dtype(basis, self.dtype), to_dtype(mean, self.dtype)
-        y = centred(x, mean) @ basis.astype(mx.float32)
+        y = from_mean(x, mean[:, :, None]) @ basis.astype(mx.float32)
         size = mx.maximum(mx.abs(y).max(axis=(2, 3), keepdims=True), TINY)  # so that squares can't overflow
         y = y / size
         variance = mx.cummax(mean_squares(y), axis=-1, reverse=True)  # rounding may turn the order of equal ones
@@ -175,7 +174,9 @@ class VariableCodes(Coder):
         low, high = observed_ranges(y, self.codec.margin)
         if self.codec.ranges == "spread":
             low, high = spread_ranges(low, high, mx.sqrt(variance), width)
-        scale, shift = steps_between(low, high, width)
+        # No codes may be read as a row that overflows, not even those of unused room.
+        room = mx.finfo(mx.float32).max / (2 * math.sqrt(y.shape[-1])) / size[:, :, 0]
+        scale, shift = steps_between(mx.maximum(low, -room), mx.minimum(high, room), width)
         return basis, mean, width.astype(mx.uint8), scale * size[:, :, 0], shift * size[:, :, 0]
 
     def encode(self, x: mx.array) -> Rows:
@@ -192,7 +193,7 @@ class VariableCodes(Coder):
     def _words(
         self, x: mx.array, basis: mx.array, mean: mx.array, width: mx.array, scale: mx.array, shift: mx.array
     ) -> mx.array:
-        y = self._by_chunk(centred(x.astype(mx.float32), mean), basis).swapaxes(-1, -2)
+        y = self._by_chunk(from_mean(x, mean[:, :, None]), basis).swapaxes(-1, -2)
         codes = _steps(y, scale[..., None], shift[..., None], width[..., None])
         width = mx.broadcast_to(width, (x.shape[0], *width.shape[1:]))
         return pack_fields(codes, width, math.ceil(self.budget / WORD))

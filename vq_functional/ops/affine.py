@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from vq_functional.ops.packing import pack, unpack
+from vq_functional.ops.packing import WORD, pack, split_words, unpack
+from vq_functional.ops.ranges import finite_range
 from vq_functional.ops.signs import one_bit_matmul
 
 FUSED_BITS = (2, 3, 4, 5, 6, 8)
@@ -24,16 +25,24 @@ class Groups(NamedTuple):
     zeros: mx.array  # [..., N / group]
 
 
+def filled_up(x: mx.array, group: int) -> mx.array:
+    """`x` [..., N] with its last number repeated until the last group is full."""
+    missing = -x.shape[-1] % group
+    return mx.concatenate([x, mx.repeat(x[..., -1:], missing, axis=-1)], axis=-1) if missing else x
+
+
 def quantize(x: mx.array, bits: int, group: int, dtype: mx.Dtype) -> Groups:
     """Quantize `x` [..., N], N a multiple of `group`; scales and zeros in `dtype`.
 
     A number that is not finite does not enter its group's range: infinities
-    take the nearest end, NaN the lowest value.
+    take the nearest end, NaN the lowest value. Where one step can't span the
+    range in `dtype`, the largest that can lies about its middle.
     """
     x = x.astype(mx.float32).reshape(*x.shape[:-1], x.shape[-1] // group, group)
-    low, high = finite_range(x)
-    zeros = low.astype(dtype)
-    scales = mx.minimum((high - low) / (2**bits - 1), mx.finfo(dtype).max).astype(dtype)
+    low, high = (end[..., 0] for end in finite_range(x, axis=-1))
+    step, largest = (high - low) / (2**bits - 1), mx.finfo(dtype).max
+    zeros = mx.where(step > largest, (low + high - largest) * 0.5, low).astype(dtype)
+    scales = mx.minimum(step, largest).astype(dtype)
     codes = steps(x, scales.astype(mx.float32), zeros.astype(mx.float32), bits)
     return Groups(pack(codes.flatten(-2), bits), scales, zeros)
 
@@ -49,6 +58,10 @@ def dequantize(groups: Groups, bits: int, group: int) -> mx.array:
     """Float32 [..., N]; float32 throughout, since code * scale can exceed a half float."""
     scales, zeros = groups.scales.astype(mx.float32), groups.zeros.astype(mx.float32)
     count = scales.shape[-1] * group
+    if WORD % bits == 0 and group * bits % WORD == 0:
+        # On a CPU faster than MLX's own kernel, and one kernel as well where it is compiled.
+        codes = split_words(groups.codes.reshape(*scales.shape, group * bits // WORD), bits).astype(mx.float32)
+        return (codes * scales[..., None, None] + zeros[..., None, None]).flatten(-3)
     if fused(bits, group):
         return mx.dequantize(groups.codes, scales, zeros, group_size=group, bits=bits)
     codes = unpack(groups.codes, bits, count).astype(mx.float32).reshape(*scales.shape, group)
@@ -67,12 +80,3 @@ def matmul(x: mx.array, groups: Groups, bits: int, group: int, transpose: bool) 
 def fused(bits: int, group: int) -> bool:
     """Whether MLX has kernels for these codes."""
     return group in FUSED_GROUPS and (bits in FUSED_BITS or (bits == 1 and one_bit_matmul(mx.default_device().type)))
-
-
-def finite_range(x: mx.array) -> tuple[mx.array, mx.array]:
-    """Lowest and highest finite number along the last axis; zeros where there is none."""
-    finite = mx.isfinite(x)
-    low = mx.where(finite, x, mx.inf).min(axis=-1)
-    high = mx.where(finite, x, -mx.inf).max(axis=-1)
-    none = low > high
-    return mx.where(none, 0, low), mx.where(none, 0, high)

@@ -1,5 +1,6 @@
 """Attention over rows that are held in parts, some of them as codes."""
 
+import math
 from typing import TypeAlias
 
 import mlx.core as mx
@@ -26,6 +27,12 @@ def logits(parts: Parts, queries: mx.array, scale: float) -> mx.array:
     flat = (grouped.astype(mx.float32) * scale).reshape(batch, heads, group * n, dim)
     scores = _joined([part.dot(flat) for part in parts], axis=-1)
     return scores.reshape(batch, heads, group, n, scores.shape[-1])
+
+
+def rescaled(queries: mx.array, scale: float) -> mx.array:
+    """Queries [..., D] whose scores q . k / sqrt(D) are those of `queries` at `scale`; float32 where they differ."""
+    factor = scale * queries.shape[-1] ** 0.5
+    return queries if math.isclose(factor, 1) else queries.astype(mx.float32) * factor
 
 
 def probabilities(parts: Parts, queries: mx.array, scale: float, visible: mx.array) -> mx.array:

@@ -2,6 +2,8 @@
 
 import mlx.core as mx
 
+from vq_functional.core.errors import check_int
+
 
 def query_positions(offset: mx.array, n: int) -> mx.array:
     """Positions int [B, n] of the `n` tokens that begin at `offset` int [B]; padding is negative."""
@@ -15,6 +17,7 @@ def causal(columns: mx.array, queries: mx.array, window: int | None = None) -> m
     window - 1 positions before it. A query below zero is padding; it sees
     everything, so that its unused result stays finite.
     """
+    check_int("make_mask", "window", window, 1, optional=True)
     columns, queries = columns[:, :, None], queries[:, None, :, None]
     seen = (columns >= 0) & (columns <= queries)
     if window is not None:

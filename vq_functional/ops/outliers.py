@@ -18,6 +18,8 @@ def filled(x: mx.array) -> mx.array:
 
 def largest(x: mx.array, count: int) -> mx.array:
     """Index int32 [..., count] of the largest numbers of `x` [..., N], none below zero; of equal ones the first."""
+    if count == 1:
+        return mx.argmax(x, axis=-1, keepdims=True).astype(mx.int32)
     bits = (2**32 - 1 - x.view(mx.uint32)).astype(mx.uint64)  # as integers, such floats have the same order
     ranked = mx.partition(bits << 32 | mx.arange(x.shape[-1]).astype(mx.uint64), count - 1, axis=-1)
     return (ranked[..., :count] & (2**32 - 1)).astype(mx.int32)

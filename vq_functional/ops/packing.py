@@ -1,10 +1,11 @@
-"""Codes of 1 to 8 bits as a bit stream in uint32 words, least significant bit first: the layout of ``mx.quantize``."""
+"""Codes of up to 16 bits as a bit stream in uint32 words, least significant bit first: as ``mx.quantize`` has them."""
 
 import math
 
 import mlx.core as mx
 
 WORD = 32
+WHOLE = {8: mx.uint8, 16: mx.uint16}  # widths at which codes are numbers of MLX
 
 
 def words(count: int, bits: int) -> int:
@@ -21,6 +22,8 @@ def pack(codes: mx.array, bits: int) -> mx.array:
     missing = -codes.shape[-1] % per_word
     if missing:
         codes = mx.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, missing)])
+    if bits in WHOLE:
+        return codes.astype(WHOLE[bits]).view(mx.uint32)
     codes = codes.reshape(*codes.shape[:-1], codes.shape[-1] // per_word, per_word)
     shifts = mx.arange(per_word, dtype=mx.uint32) * bits
     return (codes << shifts).sum(axis=-1).astype(mx.uint32)
@@ -36,6 +39,8 @@ def unpack(packed: mx.array, bits: int, count: int) -> mx.array:
 
 def split_words(packed: mx.array, bits: int) -> mx.array:
     """Codes uint32 [..., words, 32 / bits] of words that no code crosses."""
+    if bits in WHOLE:
+        return packed.view(WHOLE[bits]).reshape(*packed.shape, WORD // bits).astype(mx.uint32)
     shifts = mx.arange(WORD // bits, dtype=mx.uint32) * bits
     return (packed[..., None] >> shifts) & (2**bits - 1)
 

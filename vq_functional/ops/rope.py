@@ -4,6 +4,7 @@ The rotation is MLX's own kernel, so that `undo` meets the angles a model's
 ``mx.fast.rope`` used, whatever the device.
 """
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -49,6 +50,28 @@ class Rope(Described):
         """Inverse of `apply`: the rotation by the negative angle."""
         return self._rotate(x, positions, -self.scale)
 
+    def runs(self, first: mx.array, count: int) -> tuple[mx.array, mx.array]:
+        """Cosines and sines float32 [B, dims / 2, U * count] of `count` positions from each of `first` int [B, U] on.
+
+        By the sum of two angles: a run costs one cosine, not `count`.
+        """
+        far = (mx.array(self._steps)[:, None] * first.astype(mx.float32)[:, None])[..., None]
+        cos, sin, (near_cos, near_sin) = mx.cos(far), mx.sin(far), _near(self, count)
+        return (cos * near_cos - sin * near_sin).flatten(2), (sin * near_cos + cos * near_sin).flatten(2)
+
+    @property
+    def pairs(self) -> tuple[slice, slice]:
+        """The numbers of a row that are turned: the first and the second ones of all pairs."""
+        if self.traditional:
+            return slice(0, self.dims, 2), slice(1, self.dims, 2)
+        return slice(0, self.dims // 2), slice(self.dims // 2, self.dims)
+
+    @property
+    def _steps(self) -> list[float]:
+        """The angle of each pair from one position to the next."""
+        freqs = self.freqs or [self.base ** (2 * i / self.dims) for i in range(self.dims // 2)]
+        return [self.scale / freq for freq in freqs]
+
     def _rotate(self, x: mx.array, positions: mx.array, scale: float) -> mx.array:
         check(x.ndim == 4 and x.shape[3] >= self.dims, "rope", "x", f"must be [B, H, S, D >= {self.dims}]", x.shape)
         if x.size == 0:
@@ -77,6 +100,15 @@ class Rope(Described):
         elif positions.ndim == 1:
             positions = mx.broadcast_to(positions, (batch, n))
         return positions.reshape(-1).astype(mx.int32)
+
+
+@functools.lru_cache(maxsize=64)
+def _near(rope: Rope, count: int) -> tuple[mx.array, mx.array]:
+    """Cosines and sines float32 [dims / 2, 1, count] of the positions from 0 on."""
+    angles = mx.array(rope._steps)[:, None, None] * mx.arange(count)
+    table = mx.cos(angles), mx.sin(angles)
+    mx.eval(table)  # so that a trace holds them and not how they are made
+    return table
 
 
 def to_rope(value: Any) -> Any:

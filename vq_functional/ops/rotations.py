@@ -69,6 +69,16 @@ def random_rotation(dim: int, seed: int, rounds: int = 1) -> Rotation:
     return DenseRotation(random_orthogonal(dim, seed))
 
 
+@functools.lru_cache(maxsize=64)
+def fixed_rotation(dim: int, seed: int = 0) -> Rotation:
+    """The Hadamard transform itself; at sizes that it can't take, the dense rotation of a seed."""
+    if not hadamard_size(dim):
+        return random_rotation(dim, seed)
+    signs = mx.ones((1, dim))
+    mx.eval(signs)
+    return HadamardRotation(signs)
+
+
 def random_orthogonal(dim: int, seed: int) -> mx.array:
     """Haar orthogonal float32 [D, D]: QR of a Gaussian matrix with the signs of R's diagonal divided out."""
     gaussian = mx.random.normal((dim, dim), key=mx.random.key(seed))

@@ -101,8 +101,8 @@ def extend_last(x: mx.array, size: int) -> mx.array:
 def top_rows(priority: mx.array, keep: mx.array, size: int, latest: bool) -> mx.array:
     """Index int [B, H, size] of the `keep` int [B] rows of highest priority, in rising order.
 
-    -inf marks a row that is empty: it is never kept, and the surplus indices
-    point at empty rows where there are any. Ties go to the later row
+    -inf marks a row that is empty: it is never kept. Surplus indices point at
+    rows that are not, empty or not. Ties go to the later row
     (`latest`) or to the earlier one.
     """
     return chosen(top_mask(priority, keep, latest), size)[0]

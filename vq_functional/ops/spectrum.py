@@ -5,7 +5,9 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
+
+from vq_functional.core.errors import check
 
 Floats = NDArray[np.float64]
 
@@ -13,6 +15,27 @@ Floats = NDArray[np.float64]
 def to_numpy(x: Any) -> Floats:
     """An array of MLX, of any dtype, or of numpy in float64."""
     return np.asarray(x.astype(mx.float32) if isinstance(x, mx.array) else x).astype(np.float64)
+
+
+def to_samples(method: str, field: str, x: Any, heads: str = "H") -> Floats:
+    """Sampled rows `x` [N, H, D], of MLX or numpy, in float64.
+
+    Raises QuantizerConfigError for other shapes, and where no row is finite.
+    """
+    shape = tuple(getattr(x, "shape", ()))
+    check(len(shape) == 3 and 0 not in shape, method, field, f"must be [N, {heads}, D]", shape)
+    rows = to_numpy(x)
+    finite = int(np.isfinite(rows).all(axis=(1, 2)).sum())
+    check(finite > 0, method, field, "must have rows of finite numbers", finite)
+    return rows
+
+
+def check_axes(method: str, field: str, axes: Floats) -> None:
+    """Check that the columns of `axes` [..., F, R] are orthonormal, or zero."""
+    product = axes.swapaxes(-1, -2) @ axes
+    whole = np.eye(axes.shape[-1]) * (np.diagonal(product, axis1=-2, axis2=-1) > 0.5)[..., None]
+    off = float(np.abs(product - whole).max(initial=0))
+    check(off <= 1e-3, method, field, "must hold orthonormal axes", f"V^T V off by {off:.1g}")
 
 
 def principal_axes(samples: Floats, centred: bool = False) -> tuple[Floats, Floats]:
@@ -27,6 +50,12 @@ def principal_axes(samples: Floats, centred: bool = False) -> tuple[Floats, Floa
         rows = rows - rows.mean(axis=0)
     energy, axes = np.linalg.eigh(rows.T @ rows / max(len(rows), 1))
     return axes[:, ::-1], np.maximum(energy[::-1], 0) * size**2
+
+
+def least_rank(falling: ArrayLike, share: float) -> int:
+    """How many of the numbers, the largest first, sum to the `share` of all; one at least."""
+    total = np.cumsum(falling)
+    return min(int((total < share * total[-1] * (1 - 1e-9)).sum()) + 1, len(total))
 
 
 def participation_ratio(energy: Any) -> float:

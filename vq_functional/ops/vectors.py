@@ -14,9 +14,15 @@ def norm(x: mx.array) -> mx.array:
     return largest * mx.linalg.norm(x / largest, axis=-1, keepdims=True)
 
 
+def unit(x: mx.array) -> mx.array:
+    """Float32 `x` [..., D] at length 1, scaled first so that squares can't overflow; zeros stay zeros."""
+    x = x / mx.maximum(mx.abs(x).max(axis=-1, keepdims=True), TINY)
+    return x / mx.maximum(mx.linalg.norm(x, axis=-1, keepdims=True), TINY)
+
+
 def to_dtype(x: mx.array, dtype: mx.Dtype) -> mx.array:
     """Float32 `x` in `dtype`, clipped to its range."""
-    return x if dtype == mx.float32 else _clipped(dtype)(x)
+    return _clipped(dtype)(x)
 
 
 @functools.lru_cache(maxsize=8)

@@ -5,23 +5,23 @@ are divided, in the same direction. Values are held as they came unless
 `value_bits` is set.
 """
 
-import warnings
 from typing import Any, cast
 
 import attrs
 import mlx.core as mx
 
 from vq_functional.core.codec import PlainCodec, Rows
-from vq_functional.core.errors import check, check_choice, check_int
+from vq_functional.core.errors import check_between, check_choice, check_int
 from vq_functional.core.spec import Layout
 from vq_functional.core.transform import Transform
+from vq_functional.core.warn import warn
 from vq_functional.ops.rows import drop_left_padding, extend_rows, write_rows
 from vq_functional.ops.vectors import TINY
 from vq_functional.quantize.blocks import Blocks, BlockState, Recent
 from vq_functional.quantize.groups import ChannelGroupsCodec, TokenGroupsCodec
 from vq_functional.quantize.head_importance import row_entropy
 from vq_functional.quantize.head_stacks import HeadStacks, HeadStacksCodec
-from vq_functional.quantize.sinks import SinkRule
+from vq_functional.quantize.sinks import sink_rule
 
 IMPORTANCES = ("norm_variance", "attention_entropy")
 
@@ -53,18 +53,14 @@ class AdaKVOptions:
         check_int("adakv", "lo_bit", self.lo_bit, 1, 8)
         check_int("adakv", "mid_bit", self.mid_bit, self.lo_bit, 8)
         check_int("adakv", "hi_bit", self.hi_bit, self.mid_bit, 8)
-        target, rule = self.target_avg_bits, f"must be a number in [{self.lo_bit}, {self.hi_bit}]"
-        number = isinstance(target, (int, float)) and not isinstance(target, bool)
-        check(number and self.lo_bit <= target <= self.hi_bit, "adakv", "target_avg_bits", rule, target)
+        check_between("adakv", "target_avg_bits", self.target_avg_bits, self.lo_bit, self.hi_bit)
         check_int("adakv", "group_size", self.group_size, 1)
         check_int("adakv", "update_interval", self.update_interval, 0)
         check_choice("adakv", "importance", self.importance, IMPORTANCES)
         check_int("adakv", "obs_window", self.obs_window, 1)
         check_int("adakv", "n_sink", self.n_sink, 0)
-        if self.residual_length is not None:
-            check_int("adakv", "residual_length", self.residual_length, 0)
-        if self.value_bits is not None:
-            check_int("adakv", "value_bits", self.value_bits, 1, 8)
+        check_int("adakv", "residual_length", self.residual_length, 0, optional=True)
+        check_int("adakv", "value_bits", self.value_bits, 1, 8, optional=True)
 
 
 @attrs.frozen
@@ -79,8 +75,8 @@ class AdaKVBlocks(Blocks):
     def observes(self) -> bool:
         return True
 
-    def begin_memory(self, batch: int, heads: int) -> mx.array:
-        return mx.zeros((batch, heads, self.recent_rows))
+    def begin_memory(self, batch: int, layout: Layout) -> mx.array:
+        return mx.zeros((batch, layout.kv_heads, self.recent_rows))
 
     def remember(self, held: BlockState, queries: mx.array, lengths: mx.array | None, proxy: bool) -> mx.array:
         known: mx.array = held.recent.memory
@@ -103,15 +99,6 @@ class AdaKVBlocks(Blocks):
         keys = cast(HeadStacks, key.coder).pack(recent.keys, tables[0], recent.memory)
         return keys, value.coder.encode_by(recent.values, tables[1])
 
-    def trim(self, state: BlockState, n: int) -> BlockState:
-        """As of any blocks; keys stand in for the queries of rows that were in blocks."""
-        trimmed = super().trim(state, n)
-        known = trimmed.recent.memory
-        row = mx.arange(known.shape[2])
-        stays = (trimmed.coded == state.coded)[:, None] & (row < (trimmed.offset - trimmed.coded)[:, None])
-        memory = mx.where(stays[:, None], known, 0)
-        return attrs.evolve(trimmed, recent=attrs.evolve(trimmed.recent, memory=memory))
-
     def _entropy(self, keys: mx.array, queries: mx.array, start: mx.array) -> mx.array:
         """Entropy [B, H, R] by the rows of `queries` [B, Hq, S, D], the first of them at `start` int [B]."""
         batch, heads, count, dim = keys.shape
@@ -129,9 +116,9 @@ def adakv(**options: Any) -> Transform:
     o = AdaKVOptions(**options)
     value = PlainCodec() if o.value_bits is None else TokenGroupsCodec(o.value_bits, o.group_size)
     residual = o.group_size if o.residual_length is None else o.residual_length
-    sinks = SinkRule(o.n_sink) if o.n_sink else None
+    sinks = sink_rule(o.n_sink)
     if o.target_avg_bits in (o.lo_bit, o.hi_bit):
-        warnings.warn(f"adakv: at {o.target_avg_bits} bits on the mean all heads are equal", UserWarning, stacklevel=2)
+        warn(f"adakv: at {o.target_avg_bits} bits on the mean all heads are equal")
         return Blocks("adakv", ChannelGroupsCodec(int(o.target_avg_bits), o.group_size), value, residual, sinks)
     widths = tuple(sorted({o.lo_bit, o.mid_bit, o.hi_bit}))
     key = HeadStacksCodec(o.target_avg_bits, widths, o.group_size, o.update_interval, o.importance, o.obs_window)

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from vq_functional.core.codec import Coder, Rows
 from vq_functional.core.errors import check_choice
+from vq_functional.ops.affine import filled_up
 from vq_functional.quantize.groups import TokenGroups, TokenGroupsCodec
 
 Span: TypeAlias = tuple[mx.array, mx.array]  # lowest and highest level of each group, [..., 1]
@@ -39,10 +40,7 @@ class FittedGroups(TokenGroups):
     """Rows cut to the span of their best levels, then coded over that span."""
 
     def encode(self, x: mx.array) -> Rows:
-        missing = -self.dim % self.group
-        if missing:
-            x = mx.concatenate([x, mx.repeat(x[..., -1:], missing, axis=-1)], axis=-1)
-        return super().encode(_cut(x, self.bits, self.group)[..., : self.dim])
+        return super().encode(_cut(filled_up(x, self.group), self.bits, self.group)[..., : self.dim])
 
 
 def _cut(x: mx.array, bits: int, group: int) -> mx.array:

@@ -9,7 +9,6 @@ along tokens; the newest, incomplete group is exact.
 """
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -22,6 +21,7 @@ from vq_functional.core.spec import KVSpec, Layout
 from vq_functional.core.store import Store, start_offset
 from vq_functional.core.transform import Fill, Transform
 from vq_functional.core.tree import map_leaves, static_field
+from vq_functional.core.warn import warn
 from vq_functional.ops.attention import Parts
 from vq_functional.ops.rows import drop_left_padding, extend_rows, read_rows, write_rows
 from vq_functional.quantize.ranges import RangeGroups, RangeGroupsCodec
@@ -49,7 +49,7 @@ class AgeTieredKVOptions:
             check_int("age_tiered", field, getattr(self, field), 1, 16)
         check_int("age_tiered", "group_size", self.group_size, 1)
         if not self.bits_recent >= self.bits_mid >= self.bits_old:
-            warnings.warn("age_tiered: rows that get older should not get more bits", stacklevel=3)
+            warn("age_tiered: rows that get older should not get more bits")
 
 
 Tier = tuple[Rows, Rows]  # keys and values of one width, the oldest rows first
@@ -60,7 +60,7 @@ Sides = tuple[Units, Units]
 class TieredState:
     recent: Tier
     mid: Tier
-    old: Tier  # room for every row
+    old: Tier
     exact: tuple[mx.array, mx.array]  # keys and values [B, H, block, D] that are in no tier yet
     coded: mx.array  # int32 [B, 3]: rows in any tier, in mid or old, in old
     offset: mx.array  # int32 [B]: tokens seen
@@ -108,7 +108,7 @@ class AgeTiered(Store, Transform):
 
     def init_state(self, spec: KVSpec, left_padding: mx.array | None = None) -> TieredState:
         layout, batch = spec.layout, spec.batch
-        rooms = (*self.rooms, self._whole(spec.capacity))
+        rooms = (*self.rooms, self._old_room(spec.capacity))
         recent, mid, old = (
             _each(lambda side, room=room: side.empty(batch, layout.kv_heads, room), sides)
             for sides, room in zip(self.sides(layout), rooms, strict=True)
@@ -147,7 +147,7 @@ class AgeTiered(Store, Transform):
         return TieredState(recent, mid, old, exact, after, held.offset, held.layout)
 
     def parts(self, held: TieredState, fill: Fill | None = None) -> tuple[Parts, Parts]:
-        exact, counts = held.exact, (*self.rooms, self.capacity(held))
+        exact, counts = held.exact, (*self.rooms, self._old_columns(held))
         if fill is not None:
             counts = fill.coded - fill.older, fill.older - fill.oldest, fill.oldest
             exact = map_leaves(lambda x: x[:, :, : fill.rows - fill.coded], exact)
@@ -169,8 +169,8 @@ class AgeTiered(Store, Transform):
         return self._positions(state, self.block + (n if n > 1 else 0))
 
     def grow(self, state: TieredState, capacity: int) -> TieredState:
-        columns = self._whole(capacity)
-        if columns <= self.capacity(state):
+        columns = self._old_room(capacity)
+        if columns <= self._old_columns(state):
             return state
         sides = self.sides(state.layout)[2]
         return attrs.evolve(state, old=_each(lambda side, rows: side.grown(rows, columns), sides, state.old))
@@ -203,19 +203,16 @@ class AgeTiered(Store, Transform):
     def settles(self, fill: Fill, n: int) -> bool:
         return n > 1 or self.settled(fill, n) != fill
 
-    def room(self, fill: Fill, n: int, count: int | None = None) -> int:
-        return self.settled(self.written(fill, n), n).oldest
-
     def capacity(self, state: TieredState) -> int:
-        return self.sides(state.layout)[2][0].count(state.old[0])
+        return self.options.mid_boundary + self._old_columns(state)
 
     def fits(self, state: TieredState, fill: Fill) -> bool:
         recent, mid = self.rooms
         tiers = fill.coded - fill.older <= recent and fill.older - fill.oldest <= mid
-        return tiers and fill.oldest <= self.capacity(state) and fill.rows - fill.coded <= self.block
+        return tiers and fill.oldest <= self._old_columns(state) and fill.rows - fill.coded <= self.block
 
     def overflows(self, state: TieredState, n: int) -> mx.array:
-        return self._frontiers(state.offset + n)[:, 2] > self.capacity(state)
+        return self._frontiers(state.offset + n)[:, 2] > self._old_columns(state)
 
     def _pass_on(
         self, sides: Sides, tier: Tier, came: Tier, before: mx.array, after: mx.array, bits: int
@@ -240,6 +237,14 @@ class AgeTiered(Store, Transform):
         """`count` rows filled up to whole blocks."""
         return -(-count // self.block) * self.block
 
+    def _old_room(self, capacity: int) -> int:
+        """Room for the old rows of `capacity` tokens; a block at least, so that there is something to write to."""
+        return max(self._counts(capacity)[2], self.block)
+
+    def _old_columns(self, state: TieredState) -> int:
+        """Old rows that the state has room for."""
+        return self.sides(state.layout)[2][0].count(state.old[0])
+
     def _boundaries(self) -> tuple[int, int]:
         return self.options.recent_boundary, self.options.mid_boundary
 
@@ -262,7 +267,7 @@ class AgeTiered(Store, Transform):
         """Positions of the columns of the tiers, old to recent, then of `exact` rows."""
         edges = [mx.zeros_like(state.offset), *(state.coded[:, i] for i in (2, 1, 0))]
         found = []
-        for i, room in enumerate((self.capacity(state), *self.rooms[::-1])):
+        for i, room in enumerate((self._old_columns(state), *self.rooms[::-1])):
             columns = edges[i][:, None] + mx.arange(room)
             found.append(mx.where(columns < edges[i + 1][:, None], columns, -1))
         found.append(edges[3][:, None] + mx.arange(exact))

@@ -22,7 +22,7 @@ from vq_functional.core.transform import Fill, Transform
 from vq_functional.core.tree import map_leaves, static_field
 from vq_functional.ops.attention import Parts
 from vq_functional.ops.rows import drop_left_padding, extend_rows, read_rows, write_rows
-from vq_functional.quantize.sinks import SIGNALS, Patched, SinkRule, Sinks, without_sinks
+from vq_functional.quantize.sinks import SIGNALS, Patched, SinkRule, Sinks, sink_rule, without_sinks
 from vq_functional.quantize.units import Units, units
 
 
@@ -91,7 +91,7 @@ class Blocks(Store, Transform):
 
     # What a method may add
 
-    def begin_memory(self, batch: int, heads: int) -> Any:
+    def begin_memory(self, batch: int, layout: Layout) -> Any:
         """What is remembered of each of `recent_rows` rows before any has come: arrays [B, H, rows, ...]."""
         return ()
 
@@ -118,7 +118,7 @@ class Blocks(Store, Transform):
 
     def init_state(self, spec: KVSpec, left_padding: mx.array | None = None) -> BlockState:
         batch, layout = spec.batch, spec.layout
-        columns = self._columns(spec.capacity) + self.least - self.block
+        columns = self._columns(spec.capacity)
         dims = layout.key_dim, layout.value_dim
         recent_keys, recent_values = (
             mx.zeros((batch, layout.kv_heads, self.recent_rows, dim), layout.dtype) for dim in dims
@@ -131,7 +131,7 @@ class Blocks(Store, Transform):
             keys,
             values,
             None if self.sinks is None else self.sinks.empty(spec),
-            Recent(recent_keys, recent_values, self.begin_memory(batch, layout.kv_heads)),
+            Recent(recent_keys, recent_values, self.begin_memory(batch, layout)),
             coded=mx.zeros((batch,), mx.int32),
             offset=start_offset(batch, left_padding),
             layout=layout,
@@ -159,8 +159,9 @@ class Blocks(Store, Transform):
     def settle(
         self, held: BlockState, queries: mx.array, lengths: mx.array | None = None, proxy: bool = False
     ) -> BlockState:
-        count, room = self._packed_at_once(queries.shape[2]), self.capacity(held)
-        check(count <= room, self.name, "keys", f"must fit the capacity of {room} packed rows", queries.shape[2])
+        n, room = queries.shape[2], self.capacity(held)
+        check(self._columns(n) <= room, self.name, "keys", f"must fit the capacity of {room} packed rows", n)
+        count = self._packed_at_once(n)
         coded = mx.maximum(held.coded, self._frontier(held.offset))
         held = self.observe(held, queries, lengths, proxy)
         wide = map_leaves(lambda x: extend_rows(x, self.recent_rows + count), held.recent)
@@ -189,7 +190,7 @@ class Blocks(Store, Transform):
         return self._positions(state, self.recent_rows + (n if n > 1 else 0))
 
     def grow(self, state: BlockState, capacity: int) -> BlockState:
-        return self.widen(state, self._columns(capacity) + self.least - self.block)
+        return self.widen(state, self._columns(capacity))
 
     def widen(self, state: BlockState, extent: int) -> BlockState:
         if extent <= self.capacity(state):
@@ -201,21 +202,38 @@ class Blocks(Store, Transform):
         return attrs.evolve(state, keys=keys, values=values)
 
     def trim(self, state: BlockState, n: int) -> BlockState:
-        """Drop the newest `n` rows. Rows that were in blocks and now belong to the exact ones stay as they read."""
+        """Drop the newest `n` rows.
+
+        Rows that were in blocks and now belong to the exact ones stay as they
+        read; nothing is remembered of them.
+        """
         offset = mx.maximum(state.offset - n, 0)
-        if self.capacity(state) < self.least:  # no block has been packed
-            return attrs.evolve(state, offset=offset)
+        packed = self.capacity(state) >= self.least
+        trimmed = attrs.evolve(self._opened(state, offset) if packed else state, offset=offset)
+        row = mx.arange(state.recent.keys.shape[2])
+        stays = (trimmed.coded == state.coded)[:, None] & (row < (offset - trimmed.coded)[:, None])
+
+        def kept(x: mx.array) -> mx.array:
+            return mx.where(stays.reshape(stays.shape[0], 1, -1, *(1,) * (x.ndim - 3)), x, 0)
+
+        return attrs.evolve(trimmed, recent=attrs.evolve(trimmed.recent, memory=map_leaves(kept, state.recent.memory)))
+
+    def _opened(self, state: BlockState, offset: mx.array) -> BlockState:
+        """The state with those of the first `offset` int [B] rows exact that now belong to the exact ones."""
         behind = offset < state.coded
         coded = mx.where(behind, self._reopened(offset), state.coded)
-        keys, values = (part.decode() for part in self._coded_parts(state, coded))
+        start = mx.minimum(coded, self.capacity(state) - self.least)
+        keys, values = (part.decode() for part in self._coded_parts(state, start))
 
         def reopened(read: mx.array, recent: mx.array) -> mx.array:
-            return mx.where(behind[:, None, None, None], extend_rows(read, recent.shape[2]), recent)
+            room = recent.shape[2]
+            read = read_rows(extend_rows(read, self.least + room), coded - start, room)
+            return mx.where(behind[:, None, None, None], read, recent)
 
         recent = attrs.evolve(
             state.recent, keys=reopened(keys, state.recent.keys), values=reopened(values, state.recent.values)
         )
-        return attrs.evolve(state, recent=recent, coded=coded, offset=offset)
+        return attrs.evolve(state, recent=recent, coded=coded)
 
     def settled(self, fill: Fill, n: int) -> Fill:
         past = max(0, fill.tokens - self.residual)
@@ -238,7 +256,9 @@ class Blocks(Store, Transform):
         if self.max_ctx is not None:
             tokens = fill.tokens + (n if count is None else count)
             check(tokens <= self.max_ctx, self.name, "keys", f"must stay within `max_ctx` = {self.max_ctx}", tokens)
-        return fill.coded + self._packed_at_once(n) if self.settles(self.written(fill, n), n) else fill.coded
+        if not self.settles(self.written(fill, n), n):
+            return fill.coded
+        return min(fill.coded + self._packed_at_once(n), self._columns(fill.tokens + n))
 
     def capacity(self, state: BlockState) -> int:
         return self.sides(state.layout)[1].count(state.values.rows)
@@ -248,7 +268,8 @@ class Blocks(Store, Transform):
 
     def overflows(self, state: BlockState, n: int) -> mx.array:
         coded = mx.maximum(state.coded, self._frontier(state.offset + n))
-        full = (coded > state.coded) & (state.coded + self._packed_at_once(n) > self.capacity(state))
+        last = mx.maximum(coded, state.coded + self._columns(n))
+        full = (coded > state.coded) & (last > self.capacity(state))
         return full if self.max_ctx is None else full | (state.offset + n > self.max_ctx)
 
     def _packed(self, held: BlockState, exact: Recent, count: int, coded: mx.array) -> BlockState:
@@ -299,7 +320,7 @@ class Blocks(Store, Transform):
 
     def _packed_at_once(self, n: int) -> int:
         """Rows that a call of `n` tokens can complete, in blocks; all are packed and the frontier tells which count."""
-        return (self.least - 1 + n) // self.block * self.block
+        return self._columns(n) if self.steady else (self.least - 1 + n) // self.block * self.block
 
     def _frontier(self, offset: mx.array) -> mx.array:
         return self._reopened(mx.maximum(offset - self.residual, 0))
@@ -309,6 +330,7 @@ class Blocks(Store, Transform):
         return mx.where(tokens >= self.least, tokens // self.block * self.block, 0)
 
     def _columns(self, capacity: int) -> int:
+        """Rows of the blocks that `capacity` rows take."""
         return -(-capacity // self.block) * self.block
 
     def _positions(self, state: BlockState, recent: int) -> mx.array:
@@ -344,5 +366,6 @@ def blocks(
     """
     check_int(name, "n_sink", n_sink, 0)
     check_choice(name, "sink_signal", sink_signal, SIGNALS)
-    sinks = SinkRule(n_sink, sink_signal) if n_sink else None
-    return Blocks(name, key or PlainCodec(), value or PlainCodec(), residual, sinks)
+    sinks = sink_rule(n_sink, sink_signal)
+    key, value = (PlainCodec() if codec is None else codec for codec in (key, value))
+    return Blocks(name, key, value, residual, sinks)

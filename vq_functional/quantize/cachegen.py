@@ -13,13 +13,13 @@ import attrs
 import mlx.core as mx
 
 from vq_functional.core.codec import Codec, Coder, Rows
-from vq_functional.core.errors import check_choice, check_int
+from vq_functional.core.errors import check, check_choice, check_int
 from vq_functional.core.transform import Transform
 from vq_functional.ops.affine import Groups, quantize
 from vq_functional.ops.packing import alignment, pack, unpack
 from vq_functional.quantize.blocks import Blocks
 from vq_functional.quantize.groups import ChannelGroups
-from vq_functional.quantize.sinks import SinkRule
+from vq_functional.quantize.sinks import sink_rule
 
 LEAST, MOST = 2, 8  # bits
 
@@ -51,18 +51,17 @@ class CacheGenOptions:
     def __attrs_post_init__(self) -> None:
         check_int("cachegen", "bits", self.bits, LEAST, MOST)
         for field in ("resolved_bits", "bits_k", "bits_v"):
-            if getattr(self, field) is not None:
-                check_int("cachegen", field, getattr(self, field), LEAST, MOST)
+            check_int("cachegen", field, getattr(self, field), LEAST, MOST, optional=True)
         check_int("cachegen", "group_size", self.group_size, 1)
         check_choice("cachegen", "use_delta", self.use_delta, (True, False))
         check_choice("cachegen", "per_channel", self.per_channel, (True, False))
         check_int("cachegen", "layer_groups", self.layer_groups, 1)
         check_int("cachegen", "residual_length", self.residual_length, 0)
         check_int("cachegen", "n_sink", self.n_sink, 0)
-        if self.layers is not None:
-            check_int("cachegen", "layers", self.layers, 1)
-        if self.layer is not None:
-            check_int("cachegen", "layer", self.layer, 0, None if self.layers is None else self.layers - 1)
+        check_int("cachegen", "layers", self.layers, 1, optional=True)
+        check_int("cachegen", "layer", self.layer, 0, self.layers and self.layers - 1, optional=True)
+        placed = (self.layer is None) == (self.layers is None)
+        check(placed, "cachegen", "layer", "must be set with `layers` or not at all", (self.layer, self.layers))
 
     @property
     def layer_bits(self) -> tuple[int, int]:
@@ -121,4 +120,4 @@ def cachegen(**options: Any) -> Transform:
     """Keys and values in groups along tokens, at this layer's width; keeps every token."""
     o = CacheGenOptions(**options)
     key, value = (CacheGenCodec(bits, o.group_size, o.use_delta, o.per_channel) for bits in o.layer_bits)
-    return Blocks("cachegen", key, value, o.residual_length, SinkRule(o.n_sink) if o.n_sink else None)
+    return Blocks("cachegen", key, value, o.residual_length, sink_rule(o.n_sink))

@@ -10,10 +10,10 @@ from vq_functional.ops.packing import pack
 from vq_functional.ops.ranges import drawn_in, finite_range
 from vq_functional.ops.vectors import TINY
 from vq_functional.quantize.groups import TokenGroups
-from vq_functional.quantize.orders import channel_order, in_groups
+from vq_functional.quantize.orders import channel_order, in_groups, in_place
+from vq_functional.quantize.sinks import behind_sinks, rows_to_fit
 
 CENTERS = ("midpoint", "zero")
-FEWEST = 16  # rows behind the sinks that tables are fitted to
 HEADROOM = 224  # what the largest number of the first rows is scaled to; eight-bit numbers end at 448
 
 
@@ -24,6 +24,7 @@ class ClippedGroupsCodec(Codec):
     Once for each head 2 * D bytes for the order of its channels, and 4 with `fp8`.
     """
 
+    side: str  # "key" or "value"
     bits: int
     group_size: int
     order: str | None  # None: as they come
@@ -33,19 +34,22 @@ class ClippedGroupsCodec(Codec):
     n_fit: int
     n_sink: int
     given: Table | None  # order [H, D]
-    name = "clipped_groups"
+    name = "skvq"
     unit = 32
 
     @property
     def warmup(self) -> int:  # type: ignore[override]
         ordered = self.order is not None and self.given is None
-        return max(self.n_fit, self.n_sink + FEWEST) if ordered or self.fp8 else 0
+        return rows_to_fit(self.n_fit, self.n_sink) if ordered or self.fp8 else 0
 
     def bind(self, dim: int, dtype: mx.Dtype) -> Coder:
         if self.given is not None:
-            size = self.given.shape[1]
-            check(size == dim, "skvq", "head_dim", f"must be that of the given orders, {size}", dim)
+            self.check_given(self.given.shape[1] == dim, f"must be of head size {dim}")
         return ClippedGroups(dim, dtype, self, TokenGroups(dim, dtype, self.bits, self.group_size))
+
+    def check_given(self, fits: bool, rule: str) -> None:
+        """Refuse orders that are not of this layer."""
+        check(fits, self.name, f"{self.side}_order", rule, self.given and self.given.shape)
 
 
 @attrs.frozen
@@ -59,8 +63,7 @@ class ClippedGroups(Coder):
 
     def tables(self, x: mx.array) -> Rows:
         c, tables = self.codec, list[mx.array]()
-        first = min(c.n_sink, x.shape[2] - 1)
-        x = x[:, :, first : max(c.warmup, first + 1)].astype(mx.float32)
+        x = behind_sinks(x, c.n_fit, c.n_sink).astype(mx.float32)
         if c.order is not None:
             order = self._given(x) if c.given is not None else channel_order(x, c.order, c.group_size)
             tables.append(order.astype(mx.uint16))
@@ -83,7 +86,7 @@ class ClippedGroups(Coder):
 
     def decode(self, rows: Rows) -> mx.array:
         groups, order = self._groups(rows)
-        return self._in_place(self.groups.decode(groups), order)
+        return self._back(self.groups.decode(groups), order)
 
     def dot(self, queries: mx.array, rows: Rows) -> mx.array:
         groups, order = self._groups(rows)
@@ -93,18 +96,19 @@ class ClippedGroups(Coder):
 
     def mix(self, weights: mx.array, rows: Rows) -> mx.array:
         groups, order = self._groups(rows)
-        return self._in_place(self.groups.mix(weights, groups), order)
+        return self._back(self.groups.mix(weights, groups), order)
 
     # Clipping
 
     def _clipped(self, x: mx.array, low: mx.array, high: mx.array, unit: mx.array | None) -> tuple[mx.array, mx.array]:
         """Ends [..., G, 1] of the levels of the groups `x` [..., G, g]; of equally good ones the widest."""
         candidates = [self._shrunk(low, high, clip) for clip in self.codec.clips]
+        size = mx.maximum(mx.maximum(-low, high), TINY)
         best, least = candidates[0], mx.array(0.0)
         if len(candidates) > 1:
-            least = self._error(x, *best, unit)
+            least = self._error(x, *best, size, unit)
         for ends in candidates[1:]:
-            error = self._error(x, *ends, unit)
+            error = self._error(x, *ends, size, unit)
             better = error < least
             best = mx.where(better, ends[0], best[0]), mx.where(better, ends[1], best[1])
             least = mx.where(better, error, least)
@@ -116,10 +120,12 @@ class ClippedGroups(Coder):
         center = low * 0.5 + high * 0.5 if self.codec.clip_center == "midpoint" else mx.zeros_like(low)
         return center - clip * (center - low), center + clip * (high - center)
 
-    def _error(self, x: mx.array, low: mx.array, high: mx.array, unit: mx.array | None) -> mx.array:
+    def _error(self, x: mx.array, low: mx.array, high: mx.array, size: mx.array, unit: mx.array | None) -> mx.array:
+        """Squared error [..., G, 1] of levels from `low` to `high`, in units of the groups' `size`."""
         scale, zero = (self._read(numbers, unit) for numbers in self._numbers(low, high, unit))
         read = (self._codes(x, scale, zero) * scale + zero).astype(self.dtype)
-        return mx.square(read.astype(mx.float32) - x).sum(axis=-1, keepdims=True)
+        # Scaled first so that squares can't overflow.
+        return mx.square((read.astype(mx.float32) - x) / size).sum(axis=-1, keepdims=True)
 
     def _codes(self, x: mx.array, scale: mx.array, zero: mx.array) -> mx.array:
         # Where the scale is zero, numbers lie so near the zero that they round to code 0.
@@ -145,7 +151,7 @@ class ClippedGroups(Coder):
     def _given(self, x: mx.array) -> mx.array:
         batch, heads, _, dim = x.shape
         order = self.codec.given.array  # type: ignore[union-attr]
-        check(order.shape[0] == heads, "skvq", "keys", f"must have the {order.shape[0]} heads of the orders", x.shape)
+        self.codec.check_given(order.shape[0] == heads, f"must be of {heads} heads")
         return mx.broadcast_to(order, (batch, heads, dim))
 
     def _split(self, tables: Rows) -> tuple[mx.array | None, mx.array | None]:
@@ -162,12 +168,9 @@ class ClippedGroups(Coder):
         return (codes, scales, zeros), order
 
     @staticmethod
-    def _in_place(x: mx.array, order: mx.array | None) -> mx.array:
-        """`x` [B, H, M, D] with its channels back where they came from."""
-        if order is None:
-            return x
-        place = mx.broadcast_to(mx.arange(x.shape[-1]), order.shape)
-        return mx.take_along_axis(x, mx.put_along_axis(mx.zeros_like(order), order, place, axis=-1), axis=-1)
+    def _back(x: mx.array, order: mx.array | None) -> mx.array:
+        """`x` [B, H, M, D] with its channels where they came from."""
+        return x if order is None else in_place(x, order)
 
 
 def eight_bits_above(x: mx.array) -> mx.array:

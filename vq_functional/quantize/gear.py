@@ -7,8 +7,6 @@ repeated the next one of its channel.
 """
 
 import math
-from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import attrs
@@ -20,10 +18,11 @@ from vq_functional.core.errors import check, check_between, check_choice, check_
 from vq_functional.core.transform import Transform
 from vq_functional.ops.low_rank import noise_spectrum, start_basis
 from vq_functional.ops.packing import alignment
+from vq_functional.ops.spectrum import least_rank
 from vq_functional.quantize.blocks import Blocks, BlockState
 from vq_functional.quantize.gear_blocks import GearBlocks
 from vq_functional.quantize.groups import ChannelGroups, TokenGroups
-from vq_functional.quantize.sinks import SinkRule
+from vq_functional.quantize.sinks import sink_rule
 
 BITS = (1, 2, 3, 4, 5, 6, 8)
 STORES = ("value", "diff")
@@ -59,21 +58,20 @@ class GEAROptions:
     def __attrs_post_init__(self) -> None:
         check_choice("gear", "bits", self.bits, BITS)
         for field, bits in (("bits_k", self.bits_k), ("bits_v", self.bits_v)):
-            if bits is not None:
-                check_choice("gear", field, bits, BITS)
+            check_choice("gear", field, bits, (None, *BITS))
         check_int("gear", "group_size", self.group_size, 1)
         check_number("gear", "energy_threshold", self.energy_threshold, 0, 1)
         check_between("gear", "sparse_fraction", self.sparse_fraction, 0, below=0.5)
         check_choice("gear", "quantize_values", self.quantize_values, (True, False))
+        used = self.quantize_values or self.bits_v is None
+        check(used, "gear", "bits_v", "can't be set without `quantize_values`", self.bits_v)
         check_choice("gear", "sparse_store", self.sparse_store, STORES)
         check_int("gear", "n_sink", self.n_sink, 0)
         for field, number in (("rank", self.rank), ("residual_length", self.residual_length)):
-            if number is not None:
-                check_int("gear", field, number, 0)
-        if self.block is not None:
-            check_int("gear", "block", self.block, 1)
-            fits = self.block % self.least_block == 0
-            check(fits, "gear", "block", f"must be a multiple of {self.least_block}", self.block)
+            check_int("gear", field, number, 0, optional=True)
+        check_int("gear", "block", self.block, 1, optional=True)
+        fits = self.block is None or self.block % self.least_block == 0
+        check(fits, "gear", "block", f"must be a multiple of {self.least_block}", self.block)
 
     @property
     def least_block(self) -> int:
@@ -111,16 +109,10 @@ class GearCodec(Codec):
         """Rank of a block's low-rank part for head size `dim`."""
         if self.rank is None:
             most = int(FACTOR_BITS * self.unit * dim / (16 * (self.unit + dim)))
-            wanted = _least(noise_spectrum(self.unit, dim), self.energy_threshold)
+            wanted = least_rank(noise_spectrum(self.unit, dim), self.energy_threshold)
             return min(wanted, max(1, min(most, dim // 8)))
         check(self.rank <= dim, "gear", "rank", f"must be at most the head size {dim}", self.rank)
         return min(self.rank, self.unit)
-
-
-def _least(falling: Sequence[float], share: float) -> int:
-    """How many of the numbers, the largest first, sum to `share` of all."""
-    wanted = share * sum(falling) * (1 - 1e-9)
-    return next(count for count, total in enumerate(accumulate(falling), 1) if total >= wanted)
 
 
 def recovery_ratio(transform: Blocks, state: BlockState) -> float:
@@ -150,5 +142,5 @@ def gear(**options: Any) -> Transform:
         key,
         value if o.quantize_values else PlainCodec(),
         block if o.residual_length is None else o.residual_length,
-        SinkRule(o.n_sink) if o.n_sink else None,
+        sink_rule(o.n_sink),
     )

@@ -86,18 +86,18 @@ class GearBlocks(Coder):
         if weights.shape[2] > self.block:
             return super().mix(weights, rows)
         base, factors, entries = self._split(rows)
-        sources, terms = [], []
+        out = self.inner.mix(weights, base)
+        by_block = weights.reshape(*weights.shape[:3], -1, self.block).swapaxes(2, 3)
         if factors:
             left, right = (part.astype(mx.float32) for part in factors)
-            sources.append(self._blocks(left))
-            terms.append(right.swapaxes(-1, -2))
+            weighed = (by_block @ self._blocks(left)).swapaxes(2, 3).flatten(3)
+            out = out + weighed @ right.swapaxes(-1, -2).flatten(2, 3)
         if entries:
             channel, row = self._places(entries[0])
-            sources.append(_one_hot(row, self.block).swapaxes(-1, -2))
-            terms.append(_one_hot(channel, self.dim) * self._corrections(base, factors, entries)[..., None])
-        weighed = weights.reshape(*weights.shape[:3], -1, self.block).swapaxes(2, 3)
-        weighed = (weighed @ mx.concatenate(sources, axis=-1)).swapaxes(2, 3).flatten(3)
-        return self.inner.mix(weights, base) + weighed @ mx.concatenate(terms, axis=-2).flatten(2, 3)
+            at = mx.broadcast_to(row[..., None, :], (*by_block.shape[:4], self.entries))
+            own = mx.take_along_axis(by_block, at, axis=-1) * self._corrections(base, factors, entries)[..., None, :]
+            out = _added(out, channel.flatten(2), own.swapaxes(2, 3).flatten(3))
+        return out
 
     @property
     def _along_tokens(self) -> bool:
@@ -198,6 +198,14 @@ class GearBlocks(Coder):
 def _one_hot(index: mx.array, size: int) -> mx.array:
     """Float32 [..., E, size] with a one at each `index` int [..., E]."""
     return (index[..., None] == mx.arange(size)).astype(mx.float32)
+
+
+def _added(x: mx.array, channel: mx.array, numbers: mx.array) -> mx.array:
+    """`x` [B, H, M, D] with `numbers` [B, H, M, E] added at the `channel` int [B, H, E] of each; these may repeat."""
+    flat, count = x.flatten(0, 2), numbers.shape[-1]
+    channel = mx.broadcast_to(channel[:, :, None], numbers.shape).reshape(-1, count)
+    line = mx.arange(flat.shape[0])[:, None]
+    return flat.at[line, channel].add(numbers.reshape(-1, count)).reshape(x.shape)
 
 
 def _energy(x: mx.array) -> mx.array:

@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from vq_functional.core.codec import Codec, Coder, Rows
 from vq_functional.core.errors import check_int
-from vq_functional.ops.affine import Groups, dequantize, matmul, quantize
+from vq_functional.ops.affine import Groups, dequantize, filled_up, matmul, quantize
 from vq_functional.ops.packing import alignment
 from vq_functional.ops.vectors import to_dtype
 
@@ -92,10 +92,7 @@ class TokenGroups(Coder):
     group: int
 
     def encode(self, x: mx.array) -> Rows:
-        missing = -self.dim % self.group
-        if missing:
-            x = mx.concatenate([x, mx.repeat(x[..., -1:], missing, axis=-1)], axis=-1)
-        return quantize(x, self.bits, self.group, self.dtype)
+        return quantize(filled_up(x, self.group), self.bits, self.group, self.dtype)
 
     def decode(self, rows: Rows) -> mx.array:
         return to_dtype(dequantize(Groups(*rows), self.bits, self.group)[..., : self.dim], self.dtype)

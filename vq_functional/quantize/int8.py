@@ -4,11 +4,11 @@ import attrs
 import mlx.core as mx
 
 from vq_functional.core.codec import Codec, Coder, Rows
+from vq_functional.ops.affine import FUSED_GROUPS
 from vq_functional.ops.packing import pack, unpack
 from vq_functional.ops.vectors import to_dtype
 
 CENTER, LEVELS = 128, 127
-GROUPS = (64, 32)  # sizes that MLX has kernels for
 
 
 @attrs.frozen
@@ -18,15 +18,14 @@ class Int8Codec(Codec):
     name = "int8"
 
     def bind(self, dim: int, dtype: mx.Dtype) -> Coder:
-        group = next((size for size in GROUPS if dim % size == 0), None)
-        return Int8Coder(dim, dtype, group)
+        return Int8Coder(dim, dtype, max((size for size in FUSED_GROUPS if dim % size == 0), default=None))
 
 
 @attrs.frozen
 class Int8Coder(Coder):
     dim: int
     dtype: mx.Dtype
-    group: int | None  # a group that MLX has kernels for, where one divides the head size
+    group: int | None  # the largest that MLX has kernels for, where one divides the head size
 
     def encode(self, x: mx.array) -> Rows:
         x = x.astype(mx.float32)

@@ -12,7 +12,7 @@ import attrs
 import mlx.core as mx
 
 from vq_functional.core.codec import Codec, Coder, PlainCodec, Rows
-from vq_functional.core.errors import check, check_choice, check_int
+from vq_functional.core.errors import check_between, check_choice, check_int
 from vq_functional.core.transform import Transform
 from vq_functional.ops.affine import Groups, dequantize, matmul, quantize
 from vq_functional.ops.packing import alignment, pack, unpack
@@ -20,7 +20,7 @@ from vq_functional.ops.rows import top_rows
 from vq_functional.ops.vectors import TINY, to_dtype
 from vq_functional.quantize.blocks import Blocks
 from vq_functional.quantize.groups import ChannelGroups, TokenGroups
-from vq_functional.quantize.sinks import SinkRule
+from vq_functional.quantize.sinks import sink_rule
 
 RANKINGS = ("magnitude", "variance")
 VALUE_GROUPS = (128, 64, 32)  # channels of a value that share a scale: the most that divide its size
@@ -45,17 +45,13 @@ class KittyOptions:
     ranking: str = "magnitude"
 
     def __attrs_post_init__(self) -> None:
-        share = isinstance(self.hi_fraction, (int, float)) and not isinstance(self.hi_fraction, bool)
-        share = share and 0 <= self.hi_fraction <= 1
-        check(share, "kitty", "hi_fraction", "must be a number in [0, 1]", self.hi_fraction)
+        check_between("kitty", "hi_fraction", self.hi_fraction, 0, 1)
         check_int("kitty", "lo_bit", self.lo_bit, 1, 8)
         check_int("kitty", "hi_bit", self.hi_bit, self.lo_bit, 8)
         check_int("kitty", "group_size", self.group_size, 1)
         check_int("kitty", "n_sink", self.n_sink, 0)
-        if self.residual_length is not None:
-            check_int("kitty", "residual_length", self.residual_length, 0)
-        if self.value_bits is not None:
-            check_int("kitty", "value_bits", self.value_bits, 1, 8)
+        check_int("kitty", "residual_length", self.residual_length, 0, optional=True)
+        check_int("kitty", "value_bits", self.value_bits, 1, 8, optional=True)
         check_choice("kitty", "ranking", self.ranking, RANKINGS)
 
 
@@ -189,4 +185,4 @@ def kitty(**options: Any) -> Transform:
     key = KittyCodec(o.hi_fraction, o.hi_bit, o.lo_bit, o.group_size, o.ranking)
     value = PlainCodec() if o.value_bits is None else KittyValueCodec(o.value_bits)
     residual = o.group_size if o.residual_length is None else o.residual_length
-    return Blocks("kitty", key, value, residual, SinkRule(o.n_sink) if o.n_sink else None)
+    return Blocks("kitty", key, value, residual, sink_rule(o.n_sink))

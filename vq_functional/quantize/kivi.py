@@ -36,17 +36,12 @@ class KIVIOptions:
         check_int(self.method, "group_size", self.group_size, 1)
         check_int(self.method, "residual_length", self.residual_length, 0)
         for field, bits in (("bits_k", self.bits_k), ("bits_v", self.bits_v)):
-            if bits is not None:
-                check_int(self.method, field, bits, 1, 8)
+            check_int(self.method, field, bits, 1, 8, optional=True)
 
 
 def kivi_codecs(o: KIVIOptions) -> tuple[Codec, Codec]:
     """Key and value codec."""
-    key, value = (
-        ChannelGroupsCodec(o.bits_k or o.bits, o.group_size),
-        TokenGroupsCodec(o.bits_v or o.bits, o.group_size),
-    )
-    return key, value
+    return ChannelGroupsCodec(o.bits_k or o.bits, o.group_size), TokenGroupsCodec(o.bits_v or o.bits, o.group_size)
 
 
 def kivi(**options: Any) -> Transform:

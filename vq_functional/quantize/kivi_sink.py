@@ -15,7 +15,7 @@ from vq_functional.core.errors import check_choice, check_int
 from vq_functional.core.transform import Transform
 from vq_functional.quantize.blocks import Blocks
 from vq_functional.quantize.kivi import KIVIOptions, kivi_codecs
-from vq_functional.quantize.sinks import SIGNALS, SinkRule
+from vq_functional.quantize.sinks import SIGNALS, sink_rule
 
 
 @attrs.frozen(kw_only=True)
@@ -40,5 +40,5 @@ def kivi_sink(**options: Any) -> Transform:
     """KIVI with sinks exact wherever they are; keeps every token."""
     o = KIVISinkOptions(**options)
     key, value = kivi_codecs(o)
-    sinks = SinkRule(o.n_sink, o.sink_signal) if o.n_sink else None
+    sinks = sink_rule(o.n_sink, o.sink_signal)
     return Blocks("kivi_sink", key, value, o.residual_length, sinks)

@@ -26,7 +26,7 @@ from vq_functional.quantize.normalised_values import NormalisedValues, Normalise
 from vq_functional.quantize.positioned import PositionedBlocks
 from vq_functional.quantize.signpost_rows import SignpostCoder, Signposts
 from vq_functional.quantize.signposts import KINDS, weighted_signposts
-from vq_functional.quantize.sinks import SinkRule
+from vq_functional.quantize.sinks import sink_rule
 
 
 def _to_range(value: Any) -> Table | None:
@@ -69,8 +69,7 @@ class KVQuantOptions:
     def __attrs_post_init__(self) -> None:
         check_int("kvquant", "bits", self.bits, 1, 8)
         for field, bits in (("bits_k", self.bits_k), ("bits_v", self.bits_v)):
-            if bits is not None:
-                check_int("kvquant", field, bits, 1, 8)
+            check_int("kvquant", field, bits, 1, 8, optional=True)
         check_between("kvquant", "outlier_fraction", self.outlier_fraction, 0, 0.5)
         for field, low in (("group_size", 1), ("lloyd_iters", 1), ("n_sink", 0), ("n_fit", 1), ("residual_length", 0)):
             check_int("kvquant", field, getattr(self, field), low)
@@ -188,5 +187,5 @@ def kvquant(**options: Any) -> Transform:
     o = KVQuantOptions(**options)
     key = o.keys
     kind = PositionedBlocks if key.positioned else Blocks
-    sinks = SinkRule(o.n_sink) if o.n_sink else None
+    sinks = sink_rule(o.n_sink)
     return kind("kvquant", key, o.values, residual=o.residual_length, sinks=sinks)

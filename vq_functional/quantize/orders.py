@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 
+from vq_functional.ops.affine import filled_up
 from vq_functional.ops.ranges import finite_range
 from vq_functional.ops.vectors import TINY
 
@@ -33,11 +34,15 @@ def sorted_by(key: mx.array) -> mx.array:
     return mx.put_along_axis(mx.zeros_like(rank), rank, mx.broadcast_to(place, rank.shape), axis=-1).astype(mx.int32)
 
 
+def in_place(x: mx.array, order: mx.array) -> mx.array:
+    """`x` [B, H, M, D] with its channels back where the `order` int [B, H, 1, D] took them from."""
+    place = mx.broadcast_to(mx.arange(x.shape[-1]), order.shape)
+    return mx.take_along_axis(x, mx.put_along_axis(mx.zeros_like(order), order, place, axis=-1), axis=-1)
+
+
 def in_groups(x: mx.array, group: int) -> mx.array:
     """`x` [..., D] as [..., groups, group]; the last group is filled up with the last number."""
-    missing = -x.shape[-1] % group
-    if missing:
-        x = mx.concatenate([x, mx.repeat(x[..., -1:], missing, axis=-1)], axis=-1)
+    x = filled_up(x, group)
     return x.reshape(*x.shape[:-1], -1, group)
 
 

@@ -20,7 +20,7 @@ class PositionedCoder(Coder):
 class PositionedBlocks(Blocks):
     """Blocks that remember the positions of the exact rows: int32 [B, 1, R]."""
 
-    def begin_memory(self, batch: int, heads: int) -> mx.array:
+    def begin_memory(self, batch: int, layout: Layout) -> mx.array:
         return mx.zeros((batch, 1, self.recent_rows), mx.int32)
 
     def remember(self, held: BlockState, queries: mx.array, lengths: mx.array | None, proxy: bool) -> mx.array:

@@ -6,8 +6,9 @@ import attrs
 import mlx.core as mx
 
 from vq_functional.core.codec import Codec, Coder, Rows
-from vq_functional.ops.affine import Groups, dequantize, finite_range, matmul, steps
+from vq_functional.ops.affine import Groups, dequantize, matmul, steps
 from vq_functional.ops.packing import alignment, pack, unpack
+from vq_functional.ops.ranges import finite_range
 from vq_functional.ops.vectors import to_dtype
 
 
@@ -54,7 +55,7 @@ class RangeGroups(Coder):
     def encode(self, x: mx.array) -> Rows:
         x = x.swapaxes(-1, -2).astype(mx.float32)
         x = x.reshape(*x.shape[:-1], x.shape[-1] // self.group, self.group)
-        low, high = finite_range(x)
+        low, high = (end[..., 0] for end in finite_range(x, axis=-1))
         halves = (high * 0.5 - low * 0.5).astype(self.dtype)
         low = low.astype(self.dtype)
         codes = steps(x, self._step(halves), low.astype(mx.float32), self.bits)

@@ -3,16 +3,16 @@
 import attrs
 import mlx.core as mx
 
-from vq_functional.codebook.free_levels import FreeCodes, level_codes
-from vq_functional.codebook.scalar import ScalarCodes
 from vq_functional.core.codec import Coder, Rows
 from vq_functional.core.describe import Described
 from vq_functional.core.table import Table
+from vq_functional.ops.free_levels import FreeCodes, level_codes
+from vq_functional.ops.outliers import largest
 from vq_functional.ops.ranges import drawn_in
+from vq_functional.ops.scalar import ScalarCodes
 from vq_functional.ops.vectors import TINY, to_dtype
 from vq_functional.quantize.signposts import fitted_signposts, gaussian_signposts, uniform_signposts
-
-FEWEST = 16  # rows behind the sinks that anything is fitted to
+from vq_functional.quantize.sinks import behind_sinks, rows_to_fit
 
 
 @attrs.frozen
@@ -33,7 +33,7 @@ class Signposts(Described):
     @property
     def rows_to_fit(self) -> int:
         """First rows, sinks among them, that are looked at."""
-        return max(self.n_fit, self.n_sink + FEWEST)
+        return rows_to_fit(self.n_fit, self.n_sink)
 
     def slots(self, dim: int) -> int:
         """Numbers of a row that are held exactly."""
@@ -51,8 +51,7 @@ class Signposts(Described):
 
     def behind_sinks(self, x: mx.array) -> mx.array:
         """The rows of `x` [B, H, S, D] to fit to."""
-        first = min(self.n_sink, x.shape[2] - 1)
-        return x[:, :, first : max(self.rows_to_fit, first + 1)]
+        return behind_sinks(x, self.n_fit, self.n_sink)
 
 
 @attrs.frozen(eq=False)
@@ -127,10 +126,3 @@ class SignpostCoder(Coder):
     def first_levels(self) -> mx.array:
         """Levels [L] that a fit begins with."""
         return self.codes.levels.reshape(-1)
-
-
-def largest(x: mx.array, count: int) -> mx.array:
-    """Index int32 [B, H, S, count] of the largest numbers of each row."""
-    if count == 1:
-        return mx.argmax(x, axis=-1, keepdims=True).astype(mx.int32)
-    return mx.argpartition(-x, count - 1, axis=-1)[..., :count].astype(mx.int32)

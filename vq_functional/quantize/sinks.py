@@ -16,6 +16,7 @@ from vq_functional.ops.vectors import TINY, norm
 
 SIGNALS = ("first", "unusual_keys", "large_keys", "small_keys")
 COMMON = 2  # times the typical size of a key, or a part of it: no more is nothing unusual
+FEWEST = 16  # rows behind the sinks that tables are fitted to
 LOT = 1024  # rows that are compared with each other at once
 
 
@@ -130,6 +131,22 @@ class SinkRule(Described):
         if self.signal == "unusual_keys":
             return mx.abs(mx.log(mx.maximum(size, TINY) / mx.maximum(typical, TINY)))
         return size if self.signal == "large_keys" else -size
+
+
+def sink_rule(count: int, signal: str = "first") -> SinkRule | None:
+    """The rule of `count` sinks; None for no sinks."""
+    return SinkRule(count, signal) if count else None
+
+
+def rows_to_fit(n_fit: int, n_sink: int) -> int:
+    """First rows, `n_sink` sinks among them, that tables are fitted to."""
+    return max(n_fit, n_sink + FEWEST)
+
+
+def behind_sinks(x: mx.array, n_fit: int, n_sink: int) -> mx.array:
+    """The rows of `x` [B, H, S, D] to fit tables to."""
+    first = min(n_sink, x.shape[2] - 1)
+    return x[:, :, first : max(rows_to_fit(n_fit, n_sink), first + 1)]
 
 
 def _size(keys: mx.array) -> mx.array:

@@ -20,7 +20,7 @@ from vq_functional.core.transform import Transform
 from vq_functional.quantize.blocks import Blocks
 from vq_functional.quantize.clipped import CENTERS, ClippedGroupsCodec
 from vq_functional.quantize.orders import ORDERS, channel_order
-from vq_functional.quantize.sinks import SinkRule
+from vq_functional.quantize.sinks import sink_rule
 
 CLIPS = (1.0, 0.97, 0.94, 0.90, 0.85)
 COARSE_CLIPS = {1: (1.0, 0.8, 0.65, 0.5, 0.35), 2: (1.0, 0.92, 0.84, 0.76, 0.68)}  # few levels: best well inside
@@ -60,14 +60,11 @@ class SKVQOptions:
 
     def __attrs_post_init__(self) -> None:
         for field in ("bits_key", "bits_value", "bits_k", "bits_v"):
-            bits = getattr(self, field)
-            if bits is not None or field in ("bits_key", "bits_value"):
-                check_int("skvq", field, bits, 1, 8)
+            check_int("skvq", field, getattr(self, field), 1, 8, optional=field in ("bits_k", "bits_v"))
         check_int("skvq", "group_size", self.group_size, 1)
         check_int("skvq", "window", self.window, 2)
         check_int("skvq", "n_sink", self.n_sink, 0, self.window - 1)
-        if self.max_ctx is not None:
-            check_int("skvq", "max_ctx", self.max_ctx, 1)
+        check_int("skvq", "max_ctx", self.max_ctx, 1, optional=True)
         for field in ("reorder", "clip_search", "fp8"):
             check_choice("skvq", field, getattr(self, field), (True, False))
         self._check_clips()
@@ -75,8 +72,11 @@ class SKVQOptions:
 
     def _check_clips(self) -> None:
         check_number("skvq", "clip_alpha", self.clip_alpha, 0, 1)
+        used = not self.clip_search or self.clip_alpha == 1
+        check(used, "skvq", "clip_alpha", "can't be set with `clip_search`", self.clip_alpha)
         check_choice("skvq", "clip_center", self.clip_center, CENTERS)
         if self.clip_grid is not None:
+            check(self.clip_search, "skvq", "clip_grid", "can't be set without `clip_search`", self.clip_grid)
             many = isinstance(self.clip_grid, tuple) and len(self.clip_grid) > 0
             check(many, "skvq", "clip_grid", "must be a tuple of numbers", self.clip_grid)
             for clip in self.clip_grid:
@@ -98,11 +98,21 @@ class SKVQOptions:
             return (self.clip_alpha,)
         return COARSE_CLIPS.get(bits, CLIPS) if self.clip_grid is None else self.clip_grid
 
-    def codec(self, bits: int, given: Table | None) -> ClippedGroupsCodec:
-        """Codec of one side."""
-        order = self.order if self.reorder else None
-        clips, center = self.clips(bits), self.clip_center
-        return ClippedGroupsCodec(bits, self.group_size, order, clips, center, self.fp8, self.n_fit, self.n_sink, given)
+    def codec(self, side: str) -> ClippedGroupsCodec:
+        """Codec of the "key" or the "value" side."""
+        bits = getattr(self, f"bits_{side[0]}") or getattr(self, f"bits_{side}")
+        return ClippedGroupsCodec(
+            side,
+            bits,
+            self.group_size,
+            self.order if self.reorder else None,
+            self.clips(bits),
+            self.clip_center,
+            self.fp8,
+            self.n_fit,
+            self.n_sink,
+            given=getattr(self, f"{side}_order"),
+        )
 
 
 @attrs.frozen(eq=False)
@@ -140,9 +150,9 @@ def skvq(**options: Any) -> Transform:
     o = SKVQOptions(**options)
     return Blocks(
         "skvq",
-        key=o.codec(o.bits_k or o.bits_key, o.key_order),
-        value=o.codec(o.bits_v or o.bits_value, o.value_order),
+        key=o.codec("key"),
+        value=o.codec("value"),
         residual=o.window,
-        sinks=SinkRule(o.n_sink) if o.n_sink else None,
+        sinks=sink_rule(o.n_sink),
         max_ctx=o.max_ctx,
     )

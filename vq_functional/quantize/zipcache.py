@@ -13,10 +13,9 @@ import attrs
 import mlx.core as mx
 
 from vq_functional.core.codec import Codec, Coder, PlainCodec, Rows
-from vq_functional.core.errors import check, check_between, check_choice, check_int, check_number
+from vq_functional.core.errors import check, check_between, check_choice, check_int, check_number, check_seed
 from vq_functional.core.spec import Layout
 from vq_functional.core.transform import Transform
-from vq_functional.core.tree import map_leaves
 from vq_functional.ops.attention import LOWEST
 from vq_functional.ops.masks import query_positions
 from vq_functional.ops.packing import alignment
@@ -61,7 +60,10 @@ class ZipCacheOptions:
     def __attrs_post_init__(self) -> None:
         for field in ("hi_bits", "lo_bits"):
             check_choice("zipcache", field, getattr(self, field), WIDTHS)
-            check_choice("zipcache", f"{field}_v", getattr(self, f"{field}_v"), (None, *WIDTHS))
+            own = getattr(self, f"{field}_v")
+            check_choice("zipcache", f"{field}_v", own, (None, *WIDTHS))
+            used = self.quantize_values or own is None
+            check(used, "zipcache", f"{field}_v", "can't be set without `quantize_values`", own)
         check(self.hi_bits >= self.lo_bits, "zipcache", "hi_bits", f"must be at least {self.lo_bits}", self.hi_bits)
         hi, lo = self.value_bits
         check(hi >= lo, "zipcache", "hi_bits_v", f"must be at least {lo}", hi)
@@ -73,7 +75,7 @@ class ZipCacheOptions:
         check(self.window % self.step == 0, "zipcache", "window", rule, self.window)
         check_choice("zipcache", "cst_keys", self.cst_keys, (True, False))
         check_number("zipcache", "probe_share", self.probe_share, 0, 1)
-        check_int("zipcache", "seed", self.seed, 0, 2**32 - 1)
+        check_seed("zipcache", self.seed)
         check_choice("zipcache", "proxy", self.proxy, PROXIES)
 
     @property
@@ -150,8 +152,8 @@ class ZipCacheBlocks(Blocks):
     def observes(self) -> bool:
         return True
 
-    def begin_memory(self, batch: int, heads: int) -> tuple[mx.array, mx.array]:
-        zeros = mx.zeros((batch, heads, self.recent_rows))
+    def begin_memory(self, batch: int, layout: Layout) -> tuple[mx.array, mx.array]:
+        zeros = mx.zeros((batch, layout.kv_heads, self.recent_rows))
         return zeros, zeros
 
     def remember(self, held: BlockState, queries: mx.array, lengths: mx.array | None, proxy: bool) -> Any:
@@ -174,14 +176,6 @@ class ZipCacheBlocks(Blocks):
             for side, x, table in zip(self.sides(layout), (recent.keys, recent.values), tables, strict=True)
         )
         return keys, values
-
-    def trim(self, state: BlockState, n: int) -> BlockState:
-        """As of any blocks; rows that were packed begin anew without any attention."""
-        trimmed = super().trim(state, n)
-        row = mx.arange(state.recent.keys.shape[2])
-        stays = (trimmed.coded == state.coded)[:, None] & (row < (trimmed.offset - trimmed.coded)[:, None])
-        memory = map_leaves(lambda x: mx.where(stays[:, None], x, 0), trimmed.recent.memory)
-        return attrs.evolve(trimmed, recent=attrs.evolve(trimmed.recent, memory=memory))
 
     def _salient(self, recent: Recent) -> mx.array:
         """Bool [B, H, S / window, window]: the rows that get more bits; of equal ones the first."""

@@ -7,8 +7,8 @@ import attrs
 import mlx.core as mx
 import numpy as np
 
-from vq_functional.codebook.scalar import ScalarCodes, scalar_codes
 from vq_functional.ops.packing import pack_slices, unpack_slices
+from vq_functional.ops.scalar import ScalarCodes, scalar_codes
 
 PLANE_BITS = 4  # up to so many bits levels come from arithmetic, with more from a table
 
