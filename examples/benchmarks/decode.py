@@ -118,8 +118,8 @@ def entries() -> list[Entry]:
     return [
         Entry("plain fp16", lambda layer: KVCache()),
         *quantized,
-        *_transform("kivi 4 bits", lambda layer: vq.kivi(bits=4, group_size=32, residual_length=32), (False, True)),
-        *_transform("kivi 2 bits", lambda layer: vq.kivi(), (False, True)),
+        *_transform("kivi 4 bits, 32 exact", lambda layer: vq.kivi(bits=4, residual_length=32), (False, True)),
+        *_transform("kivi 2 bits, 128 exact", lambda layer: vq.kivi(), (False, True)),
         *_transform("turboquant_rvq", lambda layer: vq.turboquant_rvq(seed=42 + layer), (False, True)),
         *_transform("turboquant_mse", lambda layer: vq.turboquant_mse(seed=42 + layer), (False, True)),
         *_transform("qjl", lambda layer: vq.qjl(seed=42 + layer), (False, True)),

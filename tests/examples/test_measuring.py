@@ -393,13 +393,13 @@ def test_decode_prints_and_writes_what_it_measured(tiny, tmp_path, capsys):
     assert "CPU" in out.splitlines()[0] or "GPU" in out.splitlines()[0]
     assert [(cells[0], cells[1]) for cells in table_rows(out)] == [
         ("plain fp16", "no"),
-        ("kivi 4 bits", "no"),
-        ("kivi 4 bits", "yes"),
+        ("kivi 4 bits, 32 exact", "no"),
+        ("kivi 4 bits, 32 exact", "yes"),
     ]
-    assert "kivi 4 bits, hook, repeat 2 of 2, step 1 of 3" in progress
+    assert "kivi 4 bits, 32 exact, hook, repeat 2 of 2, step 1 of 3" in progress
     with path.open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["method"] for row in rows] == ["plain fp16", "kivi 4 bits", "kivi 4 bits"]
+    assert [row["method"] for row in rows] == ["plain fp16", "kivi 4 bits, 32 exact", "kivi 4 bits, 32 exact"]
     plain = rows[0]
     assert (float(plain["kl_nats"]), float(plain["top1"])) == (0.0, 1.0)
     assert float(plain["bytes_ratio"]) == pytest.approx(KVCache.step / 15)
@@ -422,7 +422,7 @@ def test_decode_refuses_an_expression_that_matches_nothing(tiny):
         decode.main(["--methods", "nothing"])
 
 
-@pytest.mark.parametrize("label, attends", [("kivi 4 bits", False), ("kivi 4 bits, hook", True)])
+@pytest.mark.parametrize("label, attends", [("kivi 4 bits, 32 exact", False), ("kivi 4 bits, 32 exact, hook", True)])
 def test_only_rows_with_the_hook_attend_in_the_cache(monkeypatch, label, attends):
     model, attended = tiny_llama(), []
     attend = TransformKVCache.attend

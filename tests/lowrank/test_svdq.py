@@ -609,7 +609,7 @@ def test_bytes(dim: int, given_rank: int | None, options: dict[str, Any], calibr
     shared = o["n_sink"] * 8 + 4 * (o["n_sink"] > 0) + 8  # sinks' places and signals, counters
     once = (first + o["n_sink"]) * 4 * dim + (0 if calibrated else 2 * dim * kept + 4 * dim)
     want = 3 * (columns * (key + value) + once) + shared
-    want += 4 * (columns // block + first) if "rope" in options else 0
+    want += 4 * columns // block if "rope" in options else 0
     basis = latent_basis(dim, 3) if calibrated else None
     spec = vq.KVSpec(kv_heads=3, key_dim=dim, value_dim=dim, capacity=300)
     assert vq.nbytes(vq.svdq(**options, rank=given_rank, basis=basis).init_state(spec)) == want

@@ -424,7 +424,7 @@ def test_bytes_follow_the_formula(options: dict[str, Any], dim: int, bits: int, 
     least = max(32, -(-(60 - window) // 32) * 32) if ranged else 32  # the newest rows are among those that tell ranges
     columns = 128
     head = columns * (token + 4 * dim * interval / 32) + (window + least + 3) * 4 * dim + 8 * dim * ranged
-    layer = 12 + 8 * 3 + 8 * 2**bits * ("levels" in options) + 4 * (window + least) * (interval or rope)
+    layer = 12 + 8 * 3 + 8 * 2**bits * ("levels" in options)
     layer += 4 * columns // 32 * rope
     spec = vq.KVSpec(kv_heads=HEADS, key_dim=dim, value_dim=dim, batch=3, capacity=128)
     assert vq.nbytes(method.init_state(spec)) == 3 * (HEADS * head + layer)

@@ -57,7 +57,7 @@ class AMCBlocks(Blocks):
         row = mx.maximum(start, 0) - held.coded
         return write_rows(memory, drop_left_padding(mean, mx.maximum(-start, 0)), row)
 
-    def encode(self, layout: Layout, recent: Recent, tables: tuple[Rows, Rows]) -> tuple[Rows, Rows]:
+    def encode(self, layout: Layout, recent: Recent, tables: tuple[Rows, Rows], start: mx.array) -> tuple[Rows, Rows]:
         key, value = (side.coder for side in self.sides(layout))
         assert isinstance(key, Tiers) and isinstance(value, Tiers)
         high, mid, _ = key.codec.counts

@@ -94,7 +94,7 @@ class AdaKVBlocks(Blocks):
         key, value = self.sides(layout)
         return cast(HeadStacks, key.coder).tables_by(first.keys, first.memory), value.coder.tables(first.values)
 
-    def encode(self, layout: Layout, recent: Recent, tables: tuple[Rows, Rows]) -> tuple[Rows, Rows]:
+    def encode(self, layout: Layout, recent: Recent, tables: tuple[Rows, Rows], start: mx.array) -> tuple[Rows, Rows]:
         key, value = self.sides(layout)
         keys = cast(HeadStacks, key.coder).pack(recent.keys, tables[0], recent.memory)
         return keys, value.coder.encode_by(recent.values, tables[1])

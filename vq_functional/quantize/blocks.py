@@ -104,8 +104,8 @@ class Blocks(Store, Transform):
         key, value = self.sides(layout)
         return key.coder.tables(first.keys), value.coder.tables(first.values)
 
-    def encode(self, layout: Layout, recent: Recent, tables: tuple[Rows, Rows]) -> tuple[Rows, Rows]:
-        """Keys and values of whole blocks, packed."""
+    def encode(self, layout: Layout, recent: Recent, tables: tuple[Rows, Rows], start: mx.array) -> tuple[Rows, Rows]:
+        """Keys and values of whole blocks, packed; `start` int [B] rows came before them."""
         key, value = self.sides(layout)
         return key.coder.encode_by(recent.keys, tables[0]), value.coder.encode_by(recent.values, tables[1])
 
@@ -290,7 +290,7 @@ class Blocks(Store, Transform):
             fresh = self.fit(held.layout, map_leaves(lambda x: x[:, :, : self.recent_rows], first))
             begins = (held.coded == 0) & (coded > 0)
             tables = map_leaves(lambda new, old: mx.where(_along_batch(begins, new), new, old), fresh, tables)
-        new_keys, new_values = self.encode(held.layout, recent, tables)
+        new_keys, new_values = self.encode(held.layout, recent, tables, held.coded)
         keys, values = (
             Coded(side.write(old.rows, new, held.coded, coded, self._roomy(coded)), table)
             for side, old, new, table in zip((key, value), (held.keys, held.values), (new_keys, new_values), tables)

@@ -5,7 +5,7 @@ import mlx.core as mx
 
 from vq_functional.core.codec import Coder, Rows
 from vq_functional.core.spec import Layout
-from vq_functional.quantize.blocks import Blocks, BlockState, Recent
+from vq_functional.quantize.blocks import Blocks, Recent
 
 
 class PositionedCoder(Coder):
@@ -18,16 +18,10 @@ class PositionedCoder(Coder):
 
 @attrs.frozen
 class PositionedBlocks(Blocks):
-    """Blocks that remember the positions of the exact rows: int32 [B, 1, R]."""
+    """Blocks that tell the coder of the keys where their rows stand."""
 
-    def begin_memory(self, batch: int, layout: Layout) -> mx.array:
-        return mx.zeros((batch, 1, self.recent_rows), mx.int32)
-
-    def remember(self, held: BlockState, queries: mx.array, lengths: mx.array | None, proxy: bool) -> mx.array:
-        return held.coded[:, None, None] + mx.arange(held.recent.keys.shape[2], dtype=mx.int32)
-
-    def encode(self, layout: Layout, recent: Recent, tables: tuple[Rows, Rows]) -> tuple[Rows, Rows]:
+    def encode(self, layout: Layout, recent: Recent, tables: tuple[Rows, Rows], start: mx.array) -> tuple[Rows, Rows]:
         key, value = (side.coder for side in self.sides(layout))
         assert isinstance(key, PositionedCoder)
-        keys = key.encode_at(recent.keys, tables[0], recent.memory[:, 0])
-        return keys, value.encode_by(recent.values, tables[1])
+        position = start[:, None] + mx.arange(recent.keys.shape[2], dtype=mx.int32)
+        return key.encode_at(recent.keys, tables[0], position), value.encode_by(recent.values, tables[1])

@@ -169,7 +169,7 @@ class ZipCacheBlocks(Blocks):
         exact = columns.shape[2] - mass.shape[2]
         return mass + paid[..., exact:], count + seen[..., exact:]
 
-    def encode(self, layout: Layout, recent: Recent, tables: tuple[Rows, Rows]) -> tuple[Rows, Rows]:
+    def encode(self, layout: Layout, recent: Recent, tables: tuple[Rows, Rows], start: mx.array) -> tuple[Rows, Rows]:
         salient = self._salient(recent)
         keys, values = (
             pack_classes(side.coder, x, salient, table)
