@@ -19,9 +19,13 @@ class MassPolicy(Policy):
 
     def score(self, mass: mx.array, scene: Scene) -> tuple[mx.array, mx.array]:
         age = scene.lengths[:, None] - 1 - mx.arange(scene.queries.shape[2])
-        weights = mx.where(age >= 0, self.decay ** mx.maximum(age, 0), 0.0)
-        aged = self.decay ** scene.lengths[:, None, None] * mass + attention_mass(scene, weights)
+        weights = mx.where(age >= 0, self._left_after(mx.maximum(age, 0)), 0.0)
+        aged = self._left_after(scene.lengths)[:, None, None] * mass + attention_mass(scene, weights)
         return aged, self.rank(aged, scene)
+
+    def _left_after(self, tokens: mx.array) -> mx.array:
+        """What is left of a mass of 1 after so many tokens."""
+        return mx.ones(tokens.shape) if self.decay == 1 else self.decay**tokens
 
     def rank(self, mass: mx.array, scene: Scene) -> mx.array:
         return mass

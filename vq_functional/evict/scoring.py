@@ -33,9 +33,12 @@ def attention_mass(scene: Scene, weights: mx.array, attention: Attention | None 
         # A call of several tokens comes last and in order: nobody of the block sees what follows it.
         held, position = _first_columns(scene, total - n + end), scene.query_position[:, block]
         probabilities = attention(held, scene.queries[:, :, block], position, _sees(held, position))
-        group = probabilities.shape[2]
-        paid = mx.einsum("bhgst,bs->bht", probabilities, weights[:, block]) * (1 / group)
-        mass = mass + extend_last(paid, total)
+        group, weight = probabilities.shape[2], weights[:, block]
+        if end - start == 1:
+            paid = probabilities.sum(axis=(2, 3)) * weight[..., None]
+        else:
+            paid = mx.einsum("bhgst,bs->bht", probabilities, weight)
+        mass = mass + extend_last(paid * (1 / group), total)
     if not scene.proxy:
         return mass
     first = scene.query_position == 0
