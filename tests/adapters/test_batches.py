@@ -34,6 +34,9 @@ ALL = {
     CODED_WINDOW: vq.sliding_window(window_size=16, key=vq.turboquant_mse_codec(bits=3)),
     PLAIN_ROWS: vq.rows(),
 }
+# Equal tokens have keys of equal norms in a first layer, but for rounding, and models repeat themselves: a method that
+# goes by norms gets a model whose first layer keeps its own cache.
+BY_NORMS = ("knorm",)
 HEADS, DIM = 2, 64
 FIELDS = ("queries", "keys", "values")
 
@@ -64,6 +67,11 @@ class Answers:
         assert mx.allclose(got, log_probabilities(logits), atol=tolerance(transform, logits))
 
 
+def architecture_for(name: str) -> str:
+    """Of a model that leaves the method no ties."""
+    return "gpt_oss" if name in BY_NORMS else "llama"
+
+
 def generator_for(model: Any, **sizes: int) -> BatchGenerator:
     sizes = {"prefill_batch_size": 2, "completion_batch_size": 4, **sizes}
     return BatchGenerator(model, prefill_step_size=CHUNK, **sizes)
@@ -76,7 +84,7 @@ def one_by_one(model: Any, transform: Transform, prompt: list[int], count: int) 
 @pytest.mark.parametrize("hooked", [False, True], ids=["arrays", "hooked"])
 @pytest.mark.parametrize("name", ALL)
 def test_a_batch_generator_answers_as_one_by_one(name: str, hooked: bool) -> None:
-    model = build("llama")
+    model = build(architecture_for(name))
     prompts = [tokens(length, seed) for seed, length in enumerate((5, 33, 17, 40, 1, 50))]
     counts = [12, 6, 15, 3, 9, 4]
     with attention_hook(model) if hooked else contextlib.nullcontext():
@@ -91,7 +99,7 @@ def test_a_batch_generator_answers_as_one_by_one(name: str, hooked: bool) -> Non
 
 @pytest.mark.parametrize("name", [name for name in ALL if name not in BY_CALLS])
 def test_requests_join_and_leave_a_running_batch(name: str) -> None:
-    model = shared("llama")
+    model = shared(architecture_for(name))
     prompts = [tokens(length, seed) for seed, length in enumerate((20, 3, 37, 18))]
     expected = [one_by_one(model, ALL[name], prompt, 14) for prompt in prompts]
     generator, answers = generator_for(model), Answers()
@@ -110,7 +118,7 @@ def test_requests_join_and_leave_a_running_batch(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_finished_request_goes_on_beside_a_fresh_one(name: str) -> None:
-    model, history, more, fresh = shared("llama"), tokens(35, 1), tokens(19, 2), tokens(24, 3)
+    model, history, more, fresh = shared(architecture_for(name)), tokens(35, 1), tokens(19, 2), tokens(24, 3)
     single = cache_list(model, ALL[name])
     chosen, _ = greedy(model, single, history, 6)
     feed(model, single, chosen[-1:])
@@ -157,7 +165,7 @@ def generate(batch: Any, steps: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", ALL)
 def test_prompt_batches_pad_split_and_extend(name: str) -> None:
-    model = shared("llama")
+    model = shared(architecture_for(name))
     prompts = [tokens(length, seed) for seed, length in enumerate((3, 42, 21, 30))]
     expected = [one_by_one(model, ALL[name], prompt, 8)[0] for prompt in prompts]
 

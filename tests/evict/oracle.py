@@ -212,13 +212,17 @@ def make_stream(
     value_dim: int | None = None,
     group: int | None = None,
     dtype: mx.Dtype = mx.float32,
+    exact: bool = False,
 ) -> Stream:
-    """Standard normals, rounded to `dtype`; with `group` also queries, so many a KV head."""
+    """Standard normals, rounded to `dtype`; with `group` also queries, so many a KV head.
+
+    `exact` rounds them to sixteenths: float32 holds sums of their products, in whatever order they are added.
+    """
     random = np.random.default_rng(seed)
 
     def normal(heads: int, dim: int) -> np.ndarray:
-        x = mx.array(random.standard_normal((batch, heads, tokens, dim), np.float32))
-        return to_numpy(x.astype(dtype))
+        x = random.standard_normal((batch, heads, tokens, dim), np.float32)
+        return to_numpy(mx.array(np.round(16 * x) / 16 if exact else x).astype(dtype))
 
     keys, values = normal(heads, dim), normal(heads, value_dim or dim)
     return Stream(keys, values, normal(heads * group, dim) if group else None, dtype)

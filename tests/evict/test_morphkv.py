@@ -178,7 +178,7 @@ def test_rows_without_a_logit_go_before_rows_with_one(fuse: str) -> None:
 @FUSES
 def test_logits_of_a_group_are_summed(fuse: str) -> None:
     """Two equal query heads are as one of twice the length; two opposite ones want nothing."""
-    one = make_stream(2, 50, group=1)
+    one = make_stream(2, 50, group=1, exact=True)
     double = Stream(one.keys, one.values, 2 * one.queries, mx.float32)
     both = Stream(one.keys, one.values, np.repeat(one.queries, 2, axis=1), mx.float32)
     calls, chosen = plain_calls([30] + [1] * 20, 1), {"budget": 12, "window": 3, "n_sink": 1, "fuse": fuse}
@@ -236,7 +236,7 @@ def test_weights_below_the_range_of_float32_still_rank(group: int | None, patter
 @CUTS
 @FUSES
 def test_of_equal_votes_the_later_rows_stay(group: int | None, pattern: list[int], fuse: str) -> None:
-    stream = make_stream(5, 60, group=group)
+    stream = make_stream(5, 60, group=group, exact=True)
     stream = Stream(np.ones_like(stream.keys), stream.values, stream.queries, mx.float32)
     transform = morphkv(budget=9, window=3, n_sink=2, fuse=fuse)
     assert held_positions(transform, feed(transform, stream, pattern)) == [[[0, 1, *range(53, 60)]] * 2]
