@@ -228,14 +228,14 @@ def test_victim_is_the_lowest_and_of_equal_ones_the_first_out(
     lowest = [i for i, x in enumerate(np.float32(priority)) if x == min(np.float32(priority))]
     want = min(lowest, key=lambda i: position[i] if latest else -position[i])
     got = victim_row(mx.array([[priority]]), mx.array([[position]]), latest)
-    assert got.shape == (1, 1) and got.item() == want
+    assert got.shape == (1, 1, 1) and got.item() == want
 
 
 @pytest.mark.parametrize("latest", [True, False])
 def test_victim_of_every_batch_row_and_head(latest: bool) -> None:
     priority = np.random.default_rng(5).integers(0, 3, (3, 2, 9)).astype(np.float32)
     position = np.stack([np.random.default_rng(i).permutation(9) for i in range(6)]).reshape(3, 2, 9)
-    got = np.array(victim_row(mx.array(priority), mx.array(position), latest))
+    got = np.array(victim_row(mx.array(priority), mx.array(position), latest))[..., 0]
     for batch, head in itertools.product(range(3), range(2)):
         row, place = priority[batch, head], position[batch, head]
         lowest = np.flatnonzero(row == row.min())

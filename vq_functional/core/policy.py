@@ -13,6 +13,7 @@ import mlx.core as mx
 from vq_functional.core.errors import check, check_int
 from vq_functional.core.spec import KVSpec
 from vq_functional.ops.attention import Parts, decode, logits, probabilities
+from vq_functional.ops.tables import filled
 
 Spans = tuple[tuple[int, int], ...]
 _WHOLE = 10**9
@@ -184,7 +185,7 @@ class Policy:
     def limits(self, prompt: mx.array) -> mx.array:
         """`limit` of int32 [B] prompts."""
         if isinstance(self.budget, int):
-            return mx.full(prompt.shape, self.budget, mx.int32)
+            return filled(self.budget, *prompt.shape)
         share = (prompt.astype(mx.int64) * _parts(self.budget) + _WHOLE // 2) // _WHOLE
         return mx.maximum(share, self.shielded + 1).astype(mx.int32)
 

@@ -9,7 +9,6 @@ Differs from the paper: the first `n_sink` rows stay; a call of several tokens
 evicts at its end, and merges into what is left then.
 """
 
-import functools
 from typing import Any
 
 import attrs
@@ -23,7 +22,9 @@ from vq_functional.core.warn import warn
 from vq_functional.evict.chain import chain
 from vq_functional.evict.folding import of
 from vq_functional.evict.mass import MassPolicy
+from vq_functional.ops.noise import hashed, hashed_heads, uniform
 from vq_functional.ops.rows import pick, token_order, victim_row
+from vq_functional.ops.tables import counting
 
 MERGES = ("sim_weighted", "mean", "drop", "window")
 
@@ -95,9 +96,13 @@ class CaMPolicy(MassPolicy):
             return mass, added(into & self._passes(others, gone, leaving)[:, :, None]), None
         target, weight = self._nearest(scene, places, kept, lost)
         taken = lost.valid & (pick(places, target) >= 0) & self._passes(pick(mass, target), gone, leaving)
-        into = (mx.arange(mass.shape[2])[:, None] == target[:, :, None]) & taken[:, :, None]
-        mass = mass + mx.where(into, gone[:, :, None], 0).sum(axis=-1)
-        shares = blended(into, weight) if gone.shape[2] > 1 else blended_one(target, taken, weight)
+        if gone.shape[2] == 1:
+            into = (counting(mass.shape[2]) == target) & taken
+            mass, shares = mx.where(into, mass + gone, mass), blended_one(target, taken, weight)
+        else:
+            into = (counting(mass.shape[2])[:, None] == target[:, :, None]) & taken[:, :, None]
+            mass = mass + mx.where(into, gone[:, :, None], 0).sum(axis=-1)
+            shares = blended(into, weight)
         return mass, shares, shares if self.merge_keys else None
 
     def _open(self, scene: Scene, kept: Picked) -> mx.array:
@@ -110,7 +115,7 @@ class CaMPolicy(MassPolicy):
         keys = scene.keys().astype(mx.float32)
         shrink = _shrink((keys * keys).sum(axis=-1))
         staying, leaving, shorter = of(keys, kept), of(keys, lost), of(shrink, kept)
-        target = victim_row(-likeness(leaving, staying, shorter), places[:, :, None], latest=True)
+        target = victim_row(-likeness(leaving, staying, shorter), places[:, :, None], latest=True)[..., 0]
         if self.merge == "mean":
             return target, mx.full(lost.index.shape, 0.5)
         # Anew for each pair: the last bits of a matrix product depend on its size, and so on padding.
@@ -122,22 +127,8 @@ class CaMPolicy(MassPolicy):
         if not self.merge_gate:
             return position >= 0
         chance = mx.where(others > 0, gone / others, gone > 0)
-        return self._noise(position) < chance
-
-    def _noise(self, position: mx.array) -> mx.array:
-        """Uniform float32 [B, H, R] in [0, 1) that follows from seed, head and position alone."""
-        heads = _head_keys(self.seed, position.shape[1])
-        keys = heads[:, None] + position.astype(mx.uint32)[..., None] * mx.array([0, 1], mx.uint32)
-        draw = mx.vmap(lambda key: mx.random.uniform(key=key))
-        return draw(keys.reshape(-1, 2)).reshape(position.shape)
-
-
-@functools.lru_cache(maxsize=64)
-def _head_keys(seed: int, heads: int) -> mx.array:
-    """A random key uint32 [H, 2] a head."""
-    keys = mx.random.split(mx.random.key(seed), heads)
-    mx.eval(keys)  # a table, so that a trace holds it and not how it is made
-    return keys
+        heads = hashed_heads(*(self.seed + (head << 32) for head in range(position.shape[1])))
+        return uniform(hashed(heads, position)) < chance
 
 
 def likeness(leaving: mx.array, staying: mx.array, shrink: mx.array) -> mx.array:

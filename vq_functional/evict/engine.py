@@ -45,6 +45,7 @@ from vq_functional.ops.rows import (
     top_rows,
     victim_row,
 )
+from vq_functional.ops.tables import counting, filled
 
 
 @attrs.frozen
@@ -95,15 +96,15 @@ class Evicting(Transform):
 
     def write(self, state: SlotState, keys: mx.array, values: mx.array, lengths: mx.array | None = None) -> SlotState:
         n = keys.shape[2]
-        count = mx.full(state.offset.shape, n, mx.int32) if lengths is None else lengths
+        count = filled(n, *state.offset.shape) if lengths is None else lengths
         offset = state.offset + count
         new = self.store.encode(state.layout, keys, values)
         memory = self.policy.arrive(keys, values)
         incoming = query_positions(state.offset, n)
         if n > 1:
             return self._write_several(state, new, memory, incoming, count, offset)
-        incoming = mx.where(count[:, None] > 0, incoming, -1)
-        free = free_slot(state.position)[..., None]
+        incoming = incoming if lengths is None else mx.where(count[:, None] > 0, incoming, -1)
+        free = free_slot(state.position)
         rows = map_leaves(lambda slots, row: put(slots, free, row), state.rows, new)
         if memory is not None:
             state = attrs.evolve(state, memory=map_leaves(lambda x, row: put(x, free, row), state.memory, memory))
@@ -234,7 +235,7 @@ class Evicting(Transform):
         """Column positions that `write` leaves, for tokens at `incoming` int [B, n]."""
         incoming = mx.broadcast_to(incoming[:, None], (*position.shape[:2], incoming.shape[1]))
         if incoming.shape[2] == 1:
-            return put(position, free_slot(position)[..., None], mx.maximum(incoming, -1))
+            return put(position, free_slot(position), mx.maximum(incoming, -1))
         return mx.concatenate([pick(position, self._stored_columns(position)), incoming], axis=2)
 
     def _stored_columns(self, position: mx.array) -> mx.array:
@@ -267,7 +268,7 @@ class Evicting(Transform):
 
     def _scene(self, held: SlotState, queries: mx.array, lengths: mx.array | None, proxy: bool) -> Scene:
         n, end = queries.shape[2], held.offset[:, None]
-        counts = mx.full(held.offset.shape, n, mx.int32) if lengths is None else lengths
+        counts = filled(n, *held.offset.shape) if lengths is None else lengths
         query_position = query_positions(held.offset - counts, n)
         query_position = mx.where(query_position < end, query_position, -1)
         position = mx.where(held.position < end[..., None], held.position, -1)
@@ -278,7 +279,7 @@ class Evicting(Transform):
         self, held: SlotState, group: Any, keys: mx.array, lengths: mx.array | None, stride: int
     ) -> tuple[SlotState, Any]:
         """Settle `stride` standing-in keys after the other: each sees only rows that the earlier ones left."""
-        counts = mx.full(held.offset.shape, held.new, mx.int32) if lengths is None else lengths
+        counts = filled(held.new, *held.offset.shape) if lengths is None else lengths
         tokens, stored = mx.clip(held.offset, 0, counts), held.slots - held.new
         new, keys = self._without_left_padding(held, keys, counts - tokens)
         most, width = self.policy.most(stored, held.new), -(-held.new // stride) * stride
@@ -307,21 +308,21 @@ class Evicting(Transform):
         rows, memory, position, keys = map_leaves(
             lambda x: drop_left_padding(x, padding), (new.rows, new.memory, new.position, keys)
         )
-        within = mx.arange(held.new) < held.new - padding[:, None, None]
+        within = counting(held.new) < held.new - padding[:, None, None]
         return attrs.evolve(new, rows=rows, memory=memory, position=mx.where(within, position, -1)), keys
 
     def _drop(self, held: SlotState, scene: Scene, priority: mx.array) -> SlotState:
         """After a single token: rows over the limit leave their slots, and no other row moves."""
         if self.policy.most_dropped > 1:
             stays = priority > -mx.inf
-            full = mx.arange(held.slots) < stays.sum(axis=-1, keepdims=True)
+            full = counting(held.slots) < stays.sum(axis=-1, keepdims=True)
             return wiped(only(full, moved(held, *gap_fillers(stays, self.policy.most_dropped))))
         live = held.position >= 0
         over = live.sum(axis=-1, keepdims=True) > held.limit[:, None, None]
-        victim = victim_row(priority, held.position, self.policy.latest)[..., None]
-        stays = live & ~(over & (mx.arange(held.slots) == victim))
+        victim = victim_row(priority, held.position, self.policy.latest)
+        stays = live & ~(over & (counting(held.slots) == victim))
         if self.policy.folds:
-            every = Every(mx.broadcast_to(mx.arange(held.slots), live.shape), stays)
+            every = Every(mx.broadcast_to(counting(held.slots), live.shape), stays)
             held = fold(self.policy, self.store, held, held, scene, every, Picked(victim, over))
         return only(stays, held)
 
@@ -337,7 +338,7 @@ class Evicting(Transform):
         """The `limit` int32 [B] rows of highest priority, in `slots` slots."""
         width, live = min(slots, held.slots), priority > -mx.inf
         index = top_rows(priority, limit, width, self.policy.latest)
-        stays = mx.arange(width) < mx.minimum(live.sum(axis=-1, keepdims=True), limit[:, None, None])
+        stays = counting(width) < mx.minimum(live.sum(axis=-1, keepdims=True), limit[:, None, None])
         narrow = picked(held, index)
         if self.policy.folds and held.slots > 1:
             kept = mx.put_along_axis(mx.zeros(live.shape, mx.bool_), index, stays, axis=-1)

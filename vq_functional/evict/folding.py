@@ -34,7 +34,7 @@ def fold(
     coders = store.coders(state.layout)
     gone = map_leaves(lambda x: pick(x, lost.index), source.rows)
     gone_keys, gone_values = (coder.decode(x).astype(mx.float32) for coder, x in zip(coders, (gone.keys, gone.values)))
-    finite = mx.isfinite(gone_keys).all(axis=-1) & mx.isfinite(gone_values).all(axis=-1)
+    finite = mx.isfinite(mx.concatenate([gone_keys, gone_values], axis=-1)).all(axis=-1)
     lost = Picked(lost.index, lost.valid & finite)
     memory, values, keys = policy.fold(source.memory, scene, kept, lost)
     most = min(kept.index.shape[2], policy.folds * lost.index.shape[2])

@@ -24,6 +24,8 @@ from vq_functional.evict.chain import chain
 from vq_functional.evict.mass import MassPolicy
 from vq_functional.evict.scoring import attention_mass
 from vq_functional.ops.attention import LOWEST
+from vq_functional.ops.noise import hashed, hashed_heads, uniform
+from vq_functional.ops.tables import filled
 
 HOTTEST, COLDEST = 1e30, 1e-20
 PAPER_SHARE = 0.3  # of the budget: the newest rows of the paper's code
@@ -90,7 +92,7 @@ class KeyformerPolicy(MassPolicy):
     def score(self, mass: mx.array, scene: Scene) -> tuple[mx.array, mx.array]:
         if scene.proxy or self.noiseless:
             return super().score(mass, scene)
-        weights = mx.ones(scene.query_position.shape)
+        weights = filled(1.0, *scene.query_position.shape)
         mass = mass + attention_mass(scene, weights, self._noisy_attention)
         return mass, self.rank(mass, scene)
 
@@ -102,7 +104,7 @@ class KeyformerPolicy(MassPolicy):
     def _tau(self, scene: Scene) -> mx.array:
         """Temperature float32 [B] at the call's last token."""
         if self.anneal_steps == 0:
-            return mx.full(scene.offset.shape, self.tau_init, mx.float32)
+            return filled(float(self.tau_init), *scene.offset.shape)
         share = mx.clip((scene.offset - 1) / float(self.anneal_steps), 0.0, 1.0)
         return self.tau_init + (self.tau_end - self.tau_init) * share
 
@@ -124,8 +126,8 @@ def row_noise(seed: int, position: mx.array) -> mx.array:
     upper, lower = _halves([(seed + head) * 1000003 for head in range(position.shape[1])])
     low = lower + position.astype(mx.uint32)
     keys = mx.stack([upper + (low < lower), low], axis=-1).reshape(-1, 2)
-    uniform = mx.vmap(lambda key: mx.random.uniform(1e-9, 1, (), key=key))(keys)
-    return _gumbel(uniform.reshape(position.shape))
+    draws = mx.vmap(lambda key: mx.random.uniform(1e-9, 1, (), key=key))(keys)
+    return _gumbel(draws.reshape(position.shape))
 
 
 def score_noise(seed: int, queries: mx.array, columns: mx.array) -> mx.array:
@@ -134,12 +136,8 @@ def score_noise(seed: int, queries: mx.array, columns: mx.array) -> mx.array:
     Uniform numbers are a hash of seed, head and both positions: a random key
     for each of so many would cost more than the attention.
     """
-    upper, lower = _halves([seed + head for head in range(columns.shape[1])])
-    # One number after the other: if both positions were mixed alone, noise would be symmetric in them.
-    asking = _mixed(_mixed(_mixed(lower) ^ upper) ^ queries.astype(mx.uint32)[:, None])
-    bits = _mixed(asking[..., None] ^ columns.astype(mx.uint32)[:, :, None])
-    # 23 bits and a half are exact in float32, so that neither 0 nor 1 comes out.
-    return _gumbel(((bits >> 9).astype(mx.float32) + 0.5) * 2**-23)
+    heads = hashed_heads(*(seed + head for head in range(columns.shape[1])))
+    return _gumbel(uniform(hashed(heads[..., None], queries[:, None, :, None], columns[:, :, None])))
 
 
 def _halves(numbers: list[int]) -> tuple[mx.array, mx.array]:
@@ -149,16 +147,8 @@ def _halves(numbers: list[int]) -> tuple[mx.array, mx.array]:
     return upper, lower
 
 
-def _mixed(x: mx.array) -> mx.array:
-    """Hash uint32 to uint32, each bit of the result by all bits of `x`; 0 is nothing special."""
-    x = x + mx.array(0x9E3779B9, mx.uint32)
-    x = (x ^ (x >> 16)) * mx.array(0x7FEB352D, mx.uint32)
-    x = (x ^ (x >> 15)) * mx.array(0x846CA68B, mx.uint32)
-    return x ^ (x >> 16)
-
-
-def _gumbel(uniform: mx.array) -> mx.array:
-    return -mx.log(-mx.log(uniform))
+def _gumbel(draws: mx.array) -> mx.array:
+    return -mx.log(-mx.log(draws))
 
 
 def keyformer_policy(**options: Any) -> KeyformerPolicy:

@@ -5,6 +5,7 @@ import mlx.core as mx
 
 from vq_functional.core.policy import Policy, Scene, Spans, spared
 from vq_functional.evict.scoring import attention_mass
+from vq_functional.ops.tables import counting, filled
 
 
 @attrs.frozen
@@ -18,14 +19,14 @@ class MassPolicy(Policy):
         return mx.zeros((batch, heads, slots), mx.float32)
 
     def score(self, mass: mx.array, scene: Scene) -> tuple[mx.array, mx.array]:
-        age = scene.lengths[:, None] - 1 - mx.arange(scene.queries.shape[2])
+        age = scene.lengths[:, None] - 1 - counting(scene.queries.shape[2])
         weights = mx.where(age >= 0, self._left_after(mx.maximum(age, 0)), 0.0)
         aged = self._left_after(scene.lengths)[:, None, None] * mass + attention_mass(scene, weights)
         return aged, self.rank(aged, scene)
 
     def _left_after(self, tokens: mx.array) -> mx.array:
         """What is left of a mass of 1 after so many tokens."""
-        return mx.ones(tokens.shape) if self.decay == 1 else self.decay**tokens
+        return filled(1.0, *tokens.shape) if self.decay == 1 else self.decay**tokens
 
     def rank(self, mass: mx.array, scene: Scene) -> mx.array:
         return mass

@@ -21,6 +21,7 @@ from vq_functional.core.transform import Transform
 from vq_functional.evict.chain import chain
 from vq_functional.ops.attention import LOWEST
 from vq_functional.ops.rows import newest_rows, pick
+from vq_functional.ops.tables import counting
 
 
 @attrs.frozen(kw_only=True)
@@ -74,11 +75,11 @@ class MorphKVPolicy(Policy):
     def _turned(self, ring: mx.array, scene: Scene) -> mx.array:
         """The ring with the scores of this call's last queries in their columns."""
         count = min(self.window, scene.queries.shape[2])
-        age = (scene.offset[:, None] - 1 - mx.arange(self.window)) % self.window
+        age = (scene.offset[:, None] - 1 - counting(self.window)) % self.window
         fresh = age < mx.minimum(scene.tokens, count)[:, None]
         if scene.proxy:
             return mx.where(fresh[:, None, None], LOWEST, ring)
-        index = mx.maximum(scene.lengths[:, None] - count + mx.arange(count), 0)
+        index = mx.maximum(scene.lengths[:, None] - count + counting(count), 0)
         logits = scene.logits(mx.take_along_axis(scene.queries, index[:, None, :, None], axis=2)).sum(axis=2)
         logits = mx.where(mx.isfinite(logits), logits, LOWEST)
         place = mx.maximum(count - 1 - age, 0)

@@ -21,6 +21,7 @@ from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.evict.chain import chain
 from vq_functional.ops.rows import pick, put, token_order
+from vq_functional.ops.tables import counting
 from vq_functional.ops.vectors import norm
 
 PRIOR = (0.4, 0.4, 0.2)  # weights of global, block and sliding mean before a head's own gaps
@@ -80,7 +81,7 @@ class NestedKVPolicy(Policy):
     def _ranked(self, unit: mx.array, n: mx.array) -> mx.array:
         """Scores float32 [B, H, T] of unit keys in token order, of which the first `n` int [B, H, 1] count."""
         measures = _anomalies(unit, n, self.window)
-        real = mx.arange(unit.shape[2]) < n
+        real = counting(unit.shape[2]) < n
         weights = mx.softmax(mx.log(mx.array(PRIOR)) + self.beta * _gaps(measures, n), axis=-1)
         blend = (weights[..., None] * measures).sum(axis=2)
         middle = measures.mean(axis=2, keepdims=True)
@@ -92,7 +93,7 @@ class NestedKVPolicy(Policy):
 
 def _anomalies(unit: mx.array, n: mx.array, window: int) -> mx.array:
     """Minus the likeness to the global, the block and the sliding mean, each in [0, 1]: float32 [B, H, 3, T]."""
-    rank = mx.broadcast_to(mx.arange(unit.shape[2]), unit.shape[:3])
+    rank = mx.broadcast_to(counting(unit.shape[2]), unit.shape[:3])
     real = rank < n
     block = mx.minimum(mx.clip(n // 32, 128, 256), mx.maximum(n, 1))
     start, last = rank // block * block, mx.maximum(n, 1)
@@ -113,7 +114,7 @@ def _anomalies(unit: mx.array, n: mx.array, window: int) -> mx.array:
 
 def _gaps(measures: mx.array, n: mx.array) -> mx.array:
     """Mean of the highest tenth minus mean of the lowest: float32 [B, H, 3]."""
-    n, rank = n[:, :, None], mx.arange(measures.shape[-1])
+    n, rank = n[:, :, None], counting(measures.shape[-1])
     ranked = mx.sort(mx.where(rank < n, measures, mx.inf), axis=-1)
     tenth, rest = n // 10, n % 10
     count = tenth + ((rest > 5) | ((rest == 5) & (tenth % 2 == 1)))  # n / 10, halves to even

@@ -17,6 +17,7 @@ from vq_functional.core.tree import map_leaves, static_field
 from vq_functional.ops.attention import Parts
 from vq_functional.ops.masks import causal, query_positions
 from vq_functional.ops.rows import pick, put, token_order
+from vq_functional.ops.tables import counting
 
 
 @attrs.frozen
@@ -74,7 +75,7 @@ class Ring(Transform):
     ) -> RingState:
         if held.before is None:
             return held
-        slots, before = mx.arange(self.size), held.before[:, None]
+        slots, before = counting(self.size), held.before[:, None]
         position = self._in_slots(held.offset)
         index = mx.where(position >= mx.maximum(before, 0), position - before + self.size, slots)
         kept = map_leaves(lambda x: pick(x, index[:, None]), held.rows)
@@ -134,7 +135,7 @@ class Ring(Transform):
     def _in_slots(self, offset: mx.array) -> mx.array:
         """Position int [B, size] of the row in each slot once `offset` int [B] tokens have come; -1 in an empty one."""
         newest = offset[:, None] - 1
-        position = newest - (newest - mx.arange(self.size)) % self.size
+        position = newest - (newest - counting(self.size)) % self.size
         return mx.maximum(position, -1)
 
 

@@ -77,13 +77,13 @@ def resized(state: SlotState, slots: int) -> SlotState:
 def _zero_but(stays: mx.array, tree: Any) -> Any:
     """A tree of arrays [B, H, slots, ...] with zeros in all slots but `stays` bool [B, H, slots]."""
     return map_leaves(
-        lambda x: mx.where(stays.reshape(stays.shape + (1,) * (x.ndim - 3)), x, mx.zeros((), x.dtype)), tree
+        lambda x: mx.where(stays.reshape(stays.shape + (1,) * (x.ndim - 3)), x, mx.array(0, x.dtype)), tree
     )
 
 
 def free_slot(position: mx.array) -> mx.array:
-    """Index int [B, H] of the first empty slot."""
-    return mx.argmax((position < 0).astype(mx.int32), axis=-1)
+    """Index int [B, H, 1] of the first empty slot."""
+    return mx.argmax((position < 0).astype(mx.int32), axis=-1, keepdims=True)
 
 
 def live_rows(held: SlotState, count: int) -> HeldRows:

@@ -24,6 +24,7 @@ from vq_functional.evict.chain import chain
 from vq_functional.ops.attention import LOWEST
 from vq_functional.ops.masks import causal
 from vq_functional.ops.rows import newest_rows, pick, token_order
+from vq_functional.ops.tables import counting
 
 
 @attrs.frozen(kw_only=True)
@@ -95,7 +96,7 @@ class SnapKVPolicy(Policy):
 
     def _cast_by_queries(self, votes: mx.array, scene: Scene) -> mx.array:
         window = min(self.obs_window, scene.queries.shape[2])
-        index = scene.lengths[:, None] - window + mx.arange(window)
+        index = scene.lengths[:, None] - window + counting(window)
         voting, index = index >= 0, mx.maximum(index, 0)
         position = mx.where(voting, mx.take_along_axis(scene.query_position, index, axis=1), -1)
         voting = position >= 0

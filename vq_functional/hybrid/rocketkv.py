@@ -30,6 +30,7 @@ from vq_functional.evict.snapkv import SnapKVPolicy
 from vq_functional.ops.attention import LOWEST, Mask, attend
 from vq_functional.ops.masks import causal, query_positions
 from vq_functional.ops.rows import extend_rows, pick, put, token_order
+from vq_functional.ops.tables import counting
 from vq_functional.ops.vectors import TINY
 
 OWN = 0.1  # of its own vote counts beside the best one near a row: a peak comes before its neighbours
@@ -125,7 +126,7 @@ class Pages:
     def with_row(self, key: mx.array, page: mx.array, real: mx.array) -> "Pages":
         """With `key` [B, H, 1, D], where `real`, in the page int [B, H, 1] of its head."""
         batch, heads = page.shape[:2]
-        place = mx.arange(batch)[:, None, None], mx.arange(heads)[None, :, None], page
+        place = counting(batch)[:, None, None], counting(heads)[None, :, None], page
         end = mx.finfo(key.dtype).max
         high, low = mx.where(real, key, -end), mx.where(real, key, end)
         return Pages(self.high.at[place].maximum(high), self.low.at[place].minimum(low))
@@ -181,7 +182,7 @@ class RocketKV(Evicting):
         held = super().write(state, keys, values, lengths)
         if keys.shape[2] != 1:
             return held
-        slot = free_slot(state.position)[..., None]
+        slot = free_slot(state.position)
         position = pick(held.position, slot)[..., None]
         real = (position >= 0) & (position < held.offset[:, None, None, None])
         key = self._keys(held, tuple(pick(x, slot) for x in held.rows.keys))
@@ -241,7 +242,7 @@ class RocketKV(Evicting):
         total, held = self._count(state.slots), (state.position >= 0).sum(axis=-1, keepdims=True)
         useful = self._by_page(seen.any(axis=2)[..., None], False).any(axis=(3, 4))
         score = state.carry.scores(queries, scale, self.channels_of(queries.shape[-1]), useful)
-        recent = (mx.arange(total) >= (held - keep_recent) // self.page) & (keep_recent > 0)
+        recent = (counting(total) >= (held - keep_recent) // self.page) & (keep_recent > 0)
         priority = mx.where(useful, mx.where(recent, mx.inf, score), -mx.inf)
         # The newest rows touch so many pages at most; one more is chosen by its score.
         least = (keep_recent + self.page - 2) // self.page + 2 if keep_recent else 1
@@ -249,9 +250,9 @@ class RocketKV(Evicting):
         share = mx.round(-(-held[:, 0, 0] // self.page) / self.ratio).astype(mx.int32)
         wanted = mx.maximum(share if k2 is None else mx.full(share.shape, k2), least)
         best = mx.argsort(-priority, axis=-1)[..., :size].astype(mx.int32)
-        real = mx.take_along_axis(useful, best, axis=-1) & (mx.arange(size) < wanted[:, None, None])
+        real = mx.take_along_axis(useful, best, axis=-1) & (counting(size) < wanted[:, None, None])
         best = mx.sort(mx.where(real, best, total), axis=-1)
-        index = (best[..., None] * self.page + mx.arange(self.page)).reshape(*best.shape[:2], -1)
+        index = (best[..., None] * self.page + counting(self.page)).reshape(*best.shape[:2], -1)
         return mx.minimum(index, state.slots - 1), index < state.slots
 
     def _paged(self, state: SlotState) -> SlotState:

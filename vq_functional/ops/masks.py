@@ -3,11 +3,12 @@
 import mlx.core as mx
 
 from vq_functional.core.errors import check_int
+from vq_functional.ops.tables import counting
 
 
 def query_positions(offset: mx.array, n: int) -> mx.array:
     """Positions int [B, n] of the `n` tokens that begin at `offset` int [B]; padding is negative."""
-    return offset[:, None] + mx.arange(n)
+    return offset[:, None] + counting(n)
 
 
 def causal(columns: mx.array, queries: mx.array, window: int | None = None) -> mx.array:

@@ -4,9 +4,9 @@ MLX does not check dynamic slices and scatters against the bounds of an array,
 so every start is clamped here.
 """
 
-import functools
-
 import mlx.core as mx
+
+from vq_functional.ops.tables import counting, filled, first_rows
 
 BIG = 2**31 - 1
 
@@ -17,7 +17,7 @@ def write_rows(buffer: mx.array, rows: mx.array, start: mx.array, axis: int = 2)
     start = mx.clip(start, 0, buffer.shape[axis] - count)
     if buffer.shape[0] == 1:
         return mx.slice_update(buffer, rows, start, axes=(axis,))
-    index = _along(start[:, None] + mx.arange(count), axis, buffer.ndim)
+    index = _along(start[:, None] + counting(count), axis, buffer.ndim)
     return mx.put_along_axis(buffer, mx.broadcast_to(index, rows.shape), rows, axis=axis)
 
 
@@ -28,34 +28,18 @@ def read_rows(buffer: mx.array, start: mx.array, count: int, axis: int = 2) -> m
         shape = list(buffer.shape)
         shape[axis] = count
         return mx.slice(buffer, start, axes=(axis,), slice_size=tuple(shape))
-    return mx.take_along_axis(buffer, _along(start[:, None] + mx.arange(count), axis, buffer.ndim), axis=axis)
+    return mx.take_along_axis(buffer, _along(start[:, None] + counting(count), axis, buffer.ndim), axis=axis)
 
 
 def pick(x: mx.array, index: mx.array) -> mx.array:
     """Rows `index` int [B, H, K] of `x` [B, H, C, ...], clamped; an axis may be 1 where that of `x` is more."""
     batch, heads, count, *width = x.shape
-    index = mx.clip(index, 0, _filled(count - 1, batch, heads, 1))
+    index = mx.clip(index, 0, filled(count - 1, batch, heads, 1))
     if not width or index.shape[2] == 1:
         return mx.take_along_axis(x, index.reshape(*index.shape, *(1 for _ in width)), axis=2)
     # Whole rows of a flat array: several times faster than numbers along an axis.
     flat = x.reshape(batch * heads * count, *width)
-    return mx.take(flat, index + _first_rows(batch, heads, count), axis=0)
-
-
-@functools.lru_cache(maxsize=512)
-def _first_rows(batch: int, heads: int, count: int) -> mx.array:
-    """Index int32 [B, H, 1] of each head's first row among all rows."""
-    first = (mx.arange(batch * heads) * count).reshape(batch, heads, 1)
-    mx.eval(first)  # a table, so that a trace holds it and not how it is made
-    return first
-
-
-@functools.lru_cache(maxsize=512)
-def _filled(number: int, *shape: int) -> mx.array:
-    """The `number` as an array: as a mere number it would be part of a compiled kernel, and each size need its own."""
-    filled = mx.full(shape, number, mx.int32)
-    mx.eval(filled)
-    return filled
+    return mx.take(flat, index + first_rows(batch, heads, count), axis=0)
 
 
 def put(x: mx.array, index: mx.array, rows: mx.array) -> mx.array:
@@ -69,7 +53,7 @@ def drop_left_padding(x: mx.array, padding: mx.array) -> mx.array:
     n = x.shape[2]
     if n == 1:
         return x
-    index = mx.minimum(mx.arange(n) + padding[:, None], n - 1)[:, None]
+    index = mx.minimum(counting(n) + padding[:, None], n - 1)[:, None]
     return pick(x, index)
 
 
@@ -110,7 +94,7 @@ def top_rows(priority: mx.array, keep: mx.array, size: int, latest: bool) -> mx.
 
 def top_mask(priority: mx.array, keep: mx.array, latest: bool) -> mx.array:
     """Bool [B, H, C]: the `keep` int [B] rows of highest priority, by the rules of `top_rows`."""
-    total = mx.arange(priority.shape[-1], priority.shape[-1] + 1)  # no mere number: see `_filled`
+    total = filled(priority.shape[-1], 1)
     ranked = mx.sort(priority, axis=-1)
     place = mx.clip(total - keep, 0, total - 1)[:, None, None]
     threshold = mx.take_along_axis(ranked, mx.broadcast_to(place, (*priority.shape[:2], 1)), axis=-1)
@@ -126,10 +110,10 @@ def chosen(wanted: mx.array, size: int) -> tuple[mx.array, mx.array]:
     if size == 1:
         first = mx.argmax(wanted, axis=-1, keepdims=True).astype(mx.int32)
         return first, wanted.any(axis=-1, keepdims=True)
-    columns, behind = mx.arange(total), mx.arange(total, 2 * total)
-    index = mx.sort(mx.where(wanted, columns, behind), axis=-1)[..., :size]
-    real = index < behind[:1]  # no mere number: see `_filled`
-    return mx.where(real, index, index - behind[:1]), real
+    columns, behind = counting(total), filled(total, 1)
+    index = mx.sort(mx.where(wanted, columns, columns + behind), axis=-1)[..., :size]
+    real = index < behind
+    return mx.where(real, index, index - behind), real
 
 
 def gap_fillers(stays: mx.array, most: int) -> tuple[mx.array, mx.array]:
@@ -137,21 +121,21 @@ def gap_fillers(stays: mx.array, most: int) -> tuple[mx.array, mx.array]:
 
     Where there are fewer gaps, the rest moves columns onto themselves.
     """
-    first = mx.arange(stays.shape[-1]) < stays.sum(axis=-1, keepdims=True)
+    first = counting(stays.shape[-1]) < stays.sum(axis=-1, keepdims=True)
     (target, source), (gap, _) = chosen(mx.stack([first & ~stays, stays & ~first]), most)
     return mx.where(gap, source, target), target
 
 
 def victim_row(priority: mx.array, position: mx.array, latest: bool) -> mx.array:
-    """Index int [B, H] of the row of lowest priority; of equal ones the oldest goes when `latest` stay.
+    """Index int [B, H, 1] of the row of lowest priority; of equal ones the oldest goes when `latest` stay.
 
     A column with a position below zero holds no row.
     """
     priority = mx.where(position < 0, mx.inf, priority)
     tied = (priority == priority.min(axis=-1, keepdims=True)) & (position >= 0)
     if latest:
-        return mx.argmin(mx.where(tied, position, BIG), axis=-1)
-    return mx.argmax(mx.where(tied, position, -1), axis=-1)
+        return mx.argmin(mx.where(tied, position, BIG), axis=-1, keepdims=True)
+    return mx.argmax(mx.where(tied, position, -1), axis=-1, keepdims=True)
 
 
 def _along(index: mx.array, axis: int, ndim: int) -> mx.array:
