@@ -95,12 +95,15 @@ class TransformKVCache(BatchedState):
             tell_queries(self, queries)
         if first and self._uneven and isinstance(mask, mx.array):
             mask = own_mask(self, queries.shape[2])
-        if first and sinks is None and queries.shape[2] <= FEW and self.transform.coded:
-            out = self._attend_codes(queries, scale, mask)
-        else:
-            out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-        if first and (self.transform.evicts or self.transform.observes or queries.shape[2] > FEW):
-            self._settle(rescaled(queries, scale))
+        single = first and sinks is None and mask is None and queries.shape[2] == 1
+        out = self._finish(queries, scale) if single else None
+        if out is None:
+            if first and sinks is None and queries.shape[2] <= FEW and self.transform.coded:
+                out = self._attend_codes(queries, scale, mask)
+            else:
+                out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+            if first and (self.transform.evicts or self.transform.observes or queries.shape[2] > FEW):
+                self._settle(rescaled(queries, scale))
         return mx.depends([out], list(flatten(self._state)[0]))[0]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None, **_: Any) -> Mask:

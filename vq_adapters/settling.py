@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast
 
 import attrs
@@ -100,6 +100,23 @@ class SettlingState(CountedState):
             agreed = zip(self._fills, self._group.agreed(self._layer, self._evicting.policy.agree), strict=True)
             self.compact([fill.limit or budget for fill, budget in agreed])
 
+    def _finish(self, queries: mx.array, scale: float) -> mx.array | None:
+        """End the call of a single token and attend in the same step; None where that can't be one."""
+        call = self._unsettled
+        if call is None or not self._is_full(call):
+            return None
+        step = steps(self.transform.after(self._fills)).finish(scale)
+        out, self._state = self._in_group(lambda told: step(self._state, told, queries))
+        self._fills = self._advance(self.transform.settled, call.counts)
+        self._hooked, self._unsettled = True, None
+        return out
+
+    def _is_full(self, call: Call) -> bool:
+        """Whether the end of a call gives rows up that all columns hold."""
+        gives_up = self.transform.evicts and call.settles and not (self._holds or self._waits)
+        uniform = gives_up and call.lengths is None and self._uniform()
+        return uniform and self._fills[0].rows == self.transform.capacity(self._state)
+
     def _end_call(self, call: Call, queries: mx.array | None) -> None:
         asked, proxy = (call.keys, True) if queries is None else (queries, False)
         self._hooked = not proxy
@@ -122,19 +139,23 @@ class SettlingState(CountedState):
         return (compiled.observe_by_keys if proxy else compiled.observe)(self._state, asked)
 
     def _settled(self, asked: mx.array, lengths: mx.array | None, proxy: bool) -> Any:
-        """The state after `settle`, compiled for single tokens; takes and hands on what a leading layer chose."""
+        """The state after `settle`, compiled for single tokens."""
+        transform = self.transform.after(self._fills)
+        if asked.shape[2] > 1 or lengths is not None:
+            return self._in_group(lambda told: transform.settle_in(self._state, told, asked, lengths, proxy))
+        compiled = steps(transform)
+        step = compiled.settle_by_keys if proxy else compiled.settle
+        return self._in_group(lambda told: step(self._state, told, asked))
+
+    def _in_group(self, end: Callable[[Any], tuple[Any, Any]]) -> Any:
+        """The first of what `end` gives for what a leading layer chose; the second is handed on."""
         tokens, leader, told = [fill.tokens for fill in self._fills], self.transform.leader, None
         if self._group is not None and leader is not None:
             told = self._group.handed(leader, tokens)
-        transform = self.transform.after(self._fills)
-        if asked.shape[2] > 1 or lengths is not None:
-            state, told = transform.settle_in(self._state, told, asked, lengths, proxy=proxy)
-        else:
-            compiled = steps(transform)
-            state, told = (compiled.settle_by_keys if proxy else compiled.settle)(self._state, told, asked)
+        result, told = end(told)
         if self._group is not None and self.transform.leads:
             self._group.hand_on(self._layer, tokens, told)
-        return state
+        return result
 
     def _settled_state(self) -> Any:
         self._settle()

@@ -10,6 +10,8 @@ import mlx.core as mx
 from vq_functional.core.jit import jit
 from vq_functional.core.transform import Transform
 from vq_functional.crosslayer.stack import Stack
+from vq_functional.ops.attention import attend as attend_parts
+from vq_functional.ops.attention import rescaled
 
 
 @attrs.frozen(eq=False)
@@ -17,7 +19,10 @@ class Steps:
     """One-token steps; calls of several tokens run eagerly, since prompts have any length.
 
     `settle` and `settle_by_keys` take (held, group, queries), with None for the
-    group of a layer that stands alone.
+    group of a layer that stands alone. So does `finish` of a scale, which attends
+    over all columns and settles at once: both read the same rows, and vectors
+    or scores that they have in common are made once. It returns (output, state)
+    and the group.
     """
 
     write: Callable[..., Any]
@@ -26,11 +31,12 @@ class Steps:
     observe: Callable[..., Any]
     observe_by_keys: Callable[..., Any]
     attend: Callable[[float], Callable[..., Any]]
+    finish: Callable[[float], Callable[..., Any]]
 
 
 @functools.lru_cache(maxsize=1024)
 def steps(transform: Transform) -> Steps:
-    """Compiled write, settle, observe and attend of a transform."""
+    """The compiled steps of a transform."""
 
     def settle_by_keys(held: Any, group: Any, keys: mx.array) -> Any:
         return transform.settle_in(held, group, keys, proxy=True)
@@ -42,6 +48,15 @@ def steps(transform: Transform) -> Steps:
     def attend(scale: float) -> Callable[..., Any]:
         return jit(lambda held, queries: transform.attend(held, queries, scale))
 
+    @functools.lru_cache(maxsize=16)
+    def finish(scale: float) -> Callable[..., Any]:
+        def step(held: Any, group: Any, queries: mx.array) -> Any:
+            out = attend_parts(*transform.parts(held), queries, scale)
+            state, group = transform.settle_in(held, group, rescaled(queries, scale))
+            return (out, state), group
+
+        return jit(step)
+
     return Steps(
         jit(transform.write),
         jit(transform.settle_in),
@@ -49,6 +64,7 @@ def steps(transform: Transform) -> Steps:
         jit(transform.observe),
         jit(observe_by_keys),
         attend,
+        finish,
     )
 
 
