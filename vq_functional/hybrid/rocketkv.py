@@ -28,7 +28,6 @@ from vq_functional.evict.engine import Evicting
 from vq_functional.evict.slots import SlotState, free_slot
 from vq_functional.evict.snapkv import SnapKVPolicy
 from vq_functional.ops.attention import LOWEST, Mask, attend
-from vq_functional.ops.masks import causal, query_positions
 from vq_functional.ops.rows import extend_rows, pick, put, token_order
 from vq_functional.ops.tables import counting
 from vq_functional.ops.vectors import TINY
@@ -118,39 +117,54 @@ def _max_pooled(x: mx.array, kernel: int) -> mx.array:
 
 @attrs.frozen
 class Pages:
-    """Bounds of the keys of each page; arrays [B, H, pages, D] in the dtype of keys, its ends where no row is."""
+    """Bounds [B, H, pages, 2 * D] of the keys of each page, in their dtype; its lowest number where no row is.
 
-    high: mx.array  # the largest number of each channel
-    low: mx.array  # the smallest
+    For each channel the largest number of the keys, then that of the negated
+    keys, so that one product bounds what a query of any sign may find.
+    """
+
+    bounds: mx.array
+
+    @property
+    def high(self) -> mx.array:
+        """The largest number of each channel [B, H, pages, D]."""
+        return self.bounds[..., : self.bounds.shape[-1] // 2]
+
+    @property
+    def low(self) -> mx.array:
+        """The smallest number of each channel [B, H, pages, D]."""
+        return -self.bounds[..., self.bounds.shape[-1] // 2 :]
 
     def with_row(self, key: mx.array, page: mx.array, real: mx.array) -> "Pages":
-        """With `key` [B, H, 1, D], where `real`, in the page int [B, H, 1] of its head."""
-        batch, heads = page.shape[:2]
-        place = counting(batch)[:, None, None], counting(heads)[None, :, None], page
-        end = mx.finfo(key.dtype).max
-        high, low = mx.where(real, key, -end), mx.where(real, key, end)
-        return Pages(self.high.at[place].maximum(high), self.low.at[place].minimum(low))
+        """With `key` [B, H, 1, D], where it is `real` bool [B], in the page int [B, H, 1] of its head."""
+        old = pick(self.bounds, page)
+        new = mx.where(real[:, None, None, None], mx.maximum(old, _signed(key)), old)
+        return Pages(put(self.bounds, page, new))
 
     def scores(self, queries: mx.array, scale: float, channels: int, useful: mx.array) -> mx.array:
-        """Logarithm of the attention float32 [B, H, pages] that the bound gives each `useful` page.
+        """What attention float32 [B, H, pages] the bound gives each `useful` page, or its logarithm.
 
         `queries` [B, H*G, 1, D] share the `channels` in which they are largest on average.
         """
-        batch, heads, _, dim = self.high.shape
+        batch, heads, _, width = self.bounds.shape
+        dim = width // 2
         grouped = queries.astype(mx.float32).reshape(batch, heads, -1, dim)
         size = mx.abs(grouped)
         channel = mx.argpartition(-size.sum(axis=2, keepdims=True), channels - 1, axis=-1)[..., :channels]
-        query, high, low = (
-            mx.take_along_axis(x, channel, axis=-1).astype(mx.float32) for x in (grouped, self.high, self.low)
-        )
-        bound = mx.maximum(query, 0) @ high.swapaxes(-1, -2) + mx.minimum(query, 0) @ low.swapaxes(-1, -2)
-        part = mx.abs(query).sum(axis=-1, keepdims=True) / mx.maximum(size.sum(axis=-1, keepdims=True), TINY)
-        logits = bound * scale * mx.rsqrt(mx.maximum(part, TINY))
+        channel = mx.concatenate([channel, channel + dim], axis=-1)
+        query = mx.maximum(mx.take_along_axis(_signed(grouped), channel, axis=-1), 0)
+        bounds = mx.take_along_axis(self.bounds, channel, axis=-1).astype(mx.float32)
+        part = query.sum(axis=-1, keepdims=True) / mx.maximum(size.sum(axis=-1, keepdims=True), TINY)
+        logits = query @ bounds.swapaxes(-1, -2) * scale * mx.rsqrt(mx.maximum(part, TINY))
         logits = mx.where(useful[:, :, None] & mx.isfinite(logits), logits, LOWEST)
         if logits.shape[2] == 1:  # a single query ranks by its logits, which keep their full precision
             return logits[:, :, 0]
-        share = mx.maximum(logits - mx.logsumexp(logits, axis=-1, keepdims=True), LOWEST)
-        return mx.logsumexp(share, axis=2)
+        return mx.softmax(logits, axis=-1).sum(axis=2)
+
+
+def _signed(x: mx.array) -> mx.array:
+    """`x` [..., D] and then its negative, [..., 2 * D]."""
+    return mx.concatenate([x, -x], axis=-1)
 
 
 @attrs.frozen
@@ -174,19 +188,16 @@ class RocketKV(Evicting):
         rule = f"must be at most the head size {spec.key_dim}"
         check(self.channels is None or self.channels <= spec.key_dim, self.name, "head_topk1", rule, self.channels)
         state = super().init_state(spec, left_padding)
-        shape = spec.batch, spec.kv_heads, self._count(state.slots), spec.key_dim
-        end = mx.finfo(spec.dtype).max
-        return attrs.evolve(state, carry=Pages(mx.full(shape, -end, spec.dtype), mx.full(shape, end, spec.dtype)))
+        shape = spec.batch, spec.kv_heads, self._count(state.slots), 2 * spec.key_dim
+        return attrs.evolve(state, carry=Pages(mx.full(shape, mx.finfo(spec.dtype).min, spec.dtype)))
 
     def write(self, state: SlotState, keys: mx.array, values: mx.array, lengths: mx.array | None = None) -> SlotState:
         held = super().write(state, keys, values, lengths)
         if keys.shape[2] != 1:
             return held
-        slot = free_slot(state.position)
-        position = pick(held.position, slot)[..., None]
-        real = (position >= 0) & (position < held.offset[:, None, None, None])
-        key = self._keys(held, tuple(pick(x, slot) for x in held.rows.keys))
-        return attrs.evolve(held, carry=state.carry.with_row(key, slot // self.page, real))
+        key = self._keys(held, self.store.encode(state.layout, keys, values).keys)
+        real = (held.offset > state.offset) & (held.offset > 0)
+        return attrs.evolve(held, carry=state.carry.with_row(key, free_slot(state.position) // self.page, real))
 
     def settle_in(
         self, held: SlotState, group: Any, queries: mx.array, lengths: mx.array | None = None, proxy: bool = False
@@ -196,10 +207,9 @@ class RocketKV(Evicting):
 
     def widen(self, state: SlotState, capacity: int) -> SlotState:
         state = super().widen(state, capacity)
-        count = self._count(state.slots)
-        high, low = (x[:, :, :count] for x in (state.carry.high, state.carry.low))
-        end = mx.finfo(high.dtype).max
-        return attrs.evolve(state, carry=Pages(extend_rows(high, count, -end), extend_rows(low, count, end)))
+        count, bounds = self._count(state.slots), state.carry.bounds
+        bounds = extend_rows(bounds[:, :, :count], count, mx.finfo(bounds.dtype).min)
+        return attrs.evolve(state, carry=Pages(bounds))
 
     def ordered(self, state: SlotState) -> SlotState:
         return self._paged(super().ordered(state))
@@ -212,8 +222,11 @@ class RocketKV(Evicting):
         if queries.shape[2] != 1 or held.new or additive or self.ratio == 1:
             return super().attend(held, queries, scale, mask, fill)
         seen = _seen(held, mask)
-        index, real = self._best_rows(held, queries, scale, seen, None, 1)
-        visible = mx.take_along_axis(seen, index[:, :, None], axis=-1) & real[:, :, None]
+        index, real = self._rows(held, *self._best_pages(held, queries, scale, seen, None, 1))
+        if seen is not None:
+            visible = mx.take_along_axis(seen, index[:, :, None], axis=-1) & real[:, :, None]
+        else:  # a query that is padding sees everything, so that what it finds is finite
+            visible = (real | (held.offset <= 0)[:, None, None])[:, :, None]
         batch, heads, count = index.shape
         visible = mx.broadcast_to(visible, (batch, heads, queries.shape[1] // heads, count))
         parts = self.store.as_parts(held.layout, map_leaves(lambda x: pick(x, index), held.rows))
@@ -227,41 +240,56 @@ class RocketKV(Evicting):
         """
         check_int(self.name, "k2", k2, 1, optional=True)
         check_int(self.name, "keep_recent", keep_recent, 0)
-        seen = (state.position >= 0)[:, :, None]
-        index, real = self._best_rows(state, query, query.shape[-1] ** -0.5, seen, k2, keep_recent)
-        return mx.where(real & (pick(state.position, index) >= 0), index, -1).astype(mx.int32)
+        pages, chosen = self._best_pages(state, query, query.shape[-1] ** -0.5, None, k2, keep_recent)
+        pages = mx.sort(mx.where(chosen, pages, self._count(state.slots)), axis=-1)
+        index, real = self._rows(state, pages, chosen)
+        return mx.where(real, index, -1).astype(mx.int32)
 
     def channels_of(self, dim: int) -> int:
         """Channels of a head of size `dim` that enter a page's bound."""
         return self.channels or top_channels(self.ratio, dim)
 
-    def _best_rows(
-        self, state: SlotState, queries: mx.array, scale: float, seen: mx.array, k2: int | None, keep_recent: int
+    def _best_pages(
+        self,
+        state: SlotState,
+        queries: mx.array,
+        scale: float,
+        seen: mx.array | None,
+        k2: int | None,
+        keep_recent: int,
     ) -> tuple[mx.array, mx.array]:
-        """Slots int [B, H, K] of the best pages, rising, and which of them count; `seen` bool [B, H, G or 1, slots]."""
-        total, held = self._count(state.slots), (state.position >= 0).sum(axis=-1, keepdims=True)
-        useful = self._by_page(seen.any(axis=2)[..., None], False).any(axis=(3, 4))
+        """The best pages int [B, H, K], best first, and which of them count.
+
+        `seen` bool [B, H, G or 1, slots]: what a query may look at, None for all rows.
+        """
+        total, held = self._count(state.slots), _held(state)
+        if seen is None:
+            useful = counting(total) * self.page < held
+        else:
+            useful = self._by_page(seen.any(axis=2)[..., None], False).any(axis=(3, 4))
         score = state.carry.scores(queries, scale, self.channels_of(queries.shape[-1]), useful)
         recent = (counting(total) >= (held - keep_recent) // self.page) & (keep_recent > 0)
         priority = mx.where(useful, mx.where(recent, mx.inf, score), -mx.inf)
         # The newest rows touch so many pages at most; one more is chosen by its score.
         least = (keep_recent + self.page - 2) // self.page + 2 if keep_recent else 1
         size = min(max(math.ceil(total / self.ratio) if k2 is None else k2, least), total)
-        share = mx.round(-(-held[:, 0, 0] // self.page) / self.ratio).astype(mx.int32)
-        wanted = mx.maximum(share if k2 is None else mx.full(share.shape, k2), least)
+        pages = -(-held // self.page)
+        wanted = mx.maximum(mx.round(pages / self.ratio).astype(mx.int32) if k2 is None else k2, least)
         best = mx.argsort(-priority, axis=-1)[..., :size].astype(mx.int32)
-        real = mx.take_along_axis(useful, best, axis=-1) & (counting(size) < wanted[:, None, None])
-        best = mx.sort(mx.where(real, best, total), axis=-1)
-        index = (best[..., None] * self.page + counting(self.page)).reshape(*best.shape[:2], -1)
-        return mx.minimum(index, state.slots - 1), index < state.slots
+        return best, counting(size) < mx.minimum(wanted, pages)
+
+    def _rows(self, state: SlotState, pages: mx.array, chosen: mx.array) -> tuple[mx.array, mx.array]:
+        """The slots int [B, H, K * page] of `pages` int [B, H, K], and which are of `chosen` ones and hold a row."""
+        batch, heads, _ = pages.shape
+        index = (pages[..., None] * self.page + counting(self.page)).reshape(batch, heads, -1)
+        chosen = mx.repeat(chosen, self.page, axis=-1)
+        return mx.minimum(index, state.slots - 1), chosen & (index < _held(state))
 
     def _paged(self, state: SlotState) -> SlotState:
         """The state with its pages made anew."""
         keys, live = self._keys(state, state.rows.keys), (state.position >= 0)[..., None]
-        end = mx.finfo(keys.dtype).max
-        high = self._by_page(mx.where(live, keys, -end), -end).max(axis=3)
-        low = self._by_page(mx.where(live, keys, end), end).min(axis=3)
-        return attrs.evolve(state, carry=Pages(high, low))
+        end = mx.finfo(keys.dtype).min
+        return attrs.evolve(state, carry=Pages(self._by_page(mx.where(live, _signed(keys), end), end).max(axis=3)))
 
     def _by_page(self, x: mx.array, rest: float) -> mx.array:
         """`x` [B, H, slots, D] as [B, H, pages, page, D], the last page filled up with `rest`."""
@@ -278,10 +306,15 @@ class RocketKV(Evicting):
         return -(-slots // self.page)
 
 
-def _seen(held: SlotState, mask: Mask) -> mx.array:
-    """Bool [B, H, G or 1, slots]: what one query of each head may look at."""
+def _held(state: SlotState) -> mx.array:
+    """Rows int [B, H, 1] of each head; they fill the first slots."""
+    return (state.position >= 0).sum(axis=-1, keepdims=True)
+
+
+def _seen(held: SlotState, mask: Mask) -> mx.array | None:
+    """Bool [B, H, G or 1, slots]: what one query of each head may look at; None for all rows."""
     if not isinstance(mask, mx.array):
-        return causal(held.position, query_positions(held.offset - 1, 1))
+        return None
     batch, heads, slots = held.position.shape
     mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     mask = mx.pad(mask, [(0, 0), (0, 0), (0, 0), (0, slots - mask.shape[-1])])
