@@ -111,7 +111,7 @@ class CountedState:
             capacity=self._capacity(n),
         )
         padding = None if self._padding is None else mx.array(self._padding, mx.int32)
-        return self.transform.init_state(spec, padding)
+        return self.transform.opened(self.transform.init_state(spec, padding), n)
 
     def _reserve(self, n: int) -> None:
         if self._state is not None and self._room(n) > self.transform.capacity(self._state):

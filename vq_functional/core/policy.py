@@ -191,6 +191,7 @@ class Policy:
 
     def most(self, stored: int, n: int) -> int:
         """Rows that may stay, at most, where `stored` could before a call of `n` tokens."""
+        stored = max(stored, self.limit(0))
         return stored if isinstance(self.budget, int) else stored + math.ceil(self.budget * n) + 1
 
     def kept(self, tokens: int, rows: int, limit: int) -> int:

@@ -145,6 +145,10 @@ class Transform:
         """The same rows in arrays with room for `capacity` rows."""
         return state
 
+    def opened(self, state: Any, n: int) -> Any:
+        """An empty state as a first call of `n` tokens takes it, without room that stays empty to its end."""
+        return state
+
     def extent(self, state: Any) -> Any:
         """Plain numbers that the shapes of the state's arrays follow from."""
         return self.capacity(state)

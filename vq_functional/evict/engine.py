@@ -172,6 +172,9 @@ class Evicting(Transform):
     def widen(self, state: SlotState, capacity: int) -> SlotState:
         return resized(columns(state, 0, min(state.slots, capacity)), capacity)
 
+    def opened(self, state: SlotState, n: int) -> SlotState:
+        return self.widen(state, 1) if n > 1 else state
+
     def written(self, fill: Fill, n: int) -> Fill:
         counts = n > 1 and isinstance(self.policy.budget, float)
         prompt = fill.prompt + n if counts else fill.prompt
@@ -222,9 +225,10 @@ class Evicting(Transform):
         if memory is None:
             memory = map_leaves(lambda x: mx.zeros((*x.shape[:2], n, *x.shape[3:]), x.dtype), state.memory)
         position = mx.broadcast_to(incoming[:, None], (*state.position.shape[:2], n))
-        stored = wiped(picked(state, self._stored_columns(state.position)))
-        held = joined(stored, attrs.evolve(state, rows=new, memory=memory, position=position))
-        held = attrs.evolve(held, offset=offset)
+        held = attrs.evolve(state, rows=new, memory=memory, position=position, offset=offset, new=n)
+        order = self._stored_columns(state.position)
+        if order.shape[2]:
+            held = joined(wiped(picked(attrs.evolve(state, offset=offset), order)), held)
         if isinstance(self.policy.budget, int):
             return held
         tokens = mx.minimum(count, offset)

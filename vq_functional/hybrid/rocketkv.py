@@ -137,9 +137,11 @@ class Pages:
 
     def with_row(self, key: mx.array, page: mx.array, real: mx.array) -> "Pages":
         """With `key` [B, H, 1, D], where it is `real` bool [B], in the page int [B, H, 1] of its head."""
-        old = pick(self.bounds, page)
-        new = mx.where(real[:, None, None, None], mx.maximum(old, _signed(key)), old)
-        return Pages(put(self.bounds, page, new))
+        batch, heads = page.shape[:2]
+        place = counting(batch)[:, None, None], counting(heads)[:, None], page
+        new = mx.where(real[:, None, None, None], _signed(key), mx.finfo(key.dtype).min)
+        # Read and written by one operation, so that it is done in place.
+        return Pages(self.bounds.at[place].maximum(new))
 
     def scores(self, queries: mx.array, scale: float, channels: int, useful: mx.array) -> mx.array:
         """What attention float32 [B, H, pages] the bound gives each `useful` page, or its logarithm.
