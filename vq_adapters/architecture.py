@@ -7,10 +7,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.nn.layers.distributed import QuantizedShardedToAllLinear, ShardedToAllLinear
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as mlx_cache
 
 from vq_functional.core.errors import check
+from vq_functional.core.shard import WHOLE, Shard
 from vq_functional.core.spec import FLOATS, KVSpec
 from vq_functional.core.transform import Transform
 
@@ -145,6 +147,13 @@ def spec_of(attention: nn.Module | None, dtype: mx.Dtype) -> KVSpec | None:
     heads = _number(attention, (*_KV_HEADS, *_QUERY_HEADS)) or 1
     values = _number(attention, ("v_head_dim",)) or size
     return KVSpec(kv_heads=heads, key_dim=size, value_dim=values, dtype=dtype, capacity=1)
+
+
+def shard_of(attention: nn.Module | None) -> Shard:
+    """The part of the heads that `model.shard` has left to an attention module."""
+    parts = (ShardedToAllLinear, QuantizedShardedToAllLinear)
+    modules: Any = attention.modules() if attention is not None else ()
+    return next((Shard.of(module.group) for module in modules if isinstance(module, parts)), WHOLE)
 
 
 def dtype_of(layer: nn.Module) -> mx.Dtype:

@@ -21,6 +21,7 @@ from vq_adapters.architecture import (
     own_caches,
     query_heads,
     replaceable,
+    shard_of,
     spec_of,
     stage_of,
 )
@@ -34,6 +35,7 @@ from vq_adapters.rules import check_field
 from vq_adapters.vectors import VECTOR_CLASSES, KVCache, SlidingWindowKVCache
 from vq_functional.core.errors import check
 from vq_functional.core.policy import Policy
+from vq_functional.core.shard import sharded
 from vq_functional.core.spec import KVSpec
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
@@ -293,6 +295,9 @@ def _layer_cache(config: KVCacheConfig | Transform, layer: Layer, attention: nn.
         config = config.member(layer.member)
     cache = TransformKVCache(config) if isinstance(config, Transform) else _one_layer(config.for_layer(layer))
     cache.query_heads = query_heads(attention)
+    shard = shard_of(attention)
+    if shard.size > 1:
+        cache.transform = sharded(cache.transform, shard)
     if layer.spec is not None:
         # Refuses a head size at once, and makes the tables in this thread.
         cache.transform.init_state(layer.spec)

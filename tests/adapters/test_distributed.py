@@ -29,12 +29,14 @@ from mlx_lm.models.cache import KVCache
 from models import TRANSFORMS, build, in_place, tokens, tolerance
 
 import distributed
+import vq_functional as vq
 from vq_adapters import (
     CacheGenOptions,
     H2OOptions,
     KVCacheBuilder,
     KVCacheConfig,
     MiniCacheOptions,
+    PALUOptions,
     PyramidKVOptions,
     SqueezeAttentionOptions,
     StreamingLLMOptions,
@@ -43,6 +45,8 @@ from vq_adapters import (
 )
 from vq_adapters.group import LayerGroup
 from vq_functional import QuantizerConfigError
+from vq_functional.core.describe import describe, restore
+from vq_functional.core.shard import Shard, sharded
 from vq_functional.evict.pyramidkv import pyramid_budgets
 from vq_functional.methods import METHODS
 
@@ -64,7 +68,7 @@ STREAMING = KVCacheConfig(
 XQUANT = KVCacheConfig(method="xquant", options=XQuantOptions())
 
 # Configuration and whether the attention hook is installed.
-CASES: dict[str, tuple[KVCacheConfig, bool]] = {
+CASES: dict[str, tuple[KVCacheConfig | vq.Transform, bool]] = {
     "h2o": (H2O, True),
     "h2o by keys": (H2O, False),
     "kivi": (KIVI, True),
@@ -76,9 +80,22 @@ CASES: dict[str, tuple[KVCacheConfig, bool]] = {
     "xquant": (XQUANT, True),
 }
 
-BY_HEADS = ("h2o", "kivi", "turboquant_mse", "xquant")
+# What looks at all heads of a layer, and in a process at those of all.
+ALL_HEADS: dict[str, tuple[KVCacheConfig | vq.Transform, bool]] = {
+    "cam": (vq.cam(budget=BUDGET, n_sink=2, recent=4), True),
+    "cam by keys": (vq.cam(budget=BUDGET, n_sink=2, recent=4), False),
+    "keyformer": (vq.keyformer(budget=BUDGET, n_sink=2), True),
+    "keyformer by keys": (vq.keyformer(budget=BUDGET, n_sink=2), False),
+    "kivi_sink": (vq.kivi_sink(bits=4, residual_length=8, n_sink=3, sink_signal="large_keys"), True),
+    "palu": (vq.palu(hi_bit=8, lo_bit=8), True),
+    "squeeze": (SQUEEZE, True),
+    "tova": (vq.tova(budget=BUDGET, n_sink=2), True),
+    "tova by keys": (vq.tova(budget=BUDGET, n_sink=2, share_heads=True), False),
+}
 
-# Methods whose heads do not each go their own way, and why they find something else in a part of the heads.
+BY_HEADS = {**{name: CASES[name] for name in ("h2o", "kivi", "turboquant_mse", "xquant")}, **ALL_HEADS}
+
+# Methods whose heads do not each go their own way, and why they would find something else in a part of the heads.
 ACROSS_HEADS = {
     "tova": "one choice for all heads",
     "squeeze": "budgets follow the mean over heads",
@@ -90,12 +107,14 @@ ACROSS_HEADS = {
     "xkv": "axes of all heads",
     "anchorkv": "anchors and residuals are chosen for all heads",
 }
+INDIVISIBLE = ("adakv", "xkv", "anchorkv")
+BY_THEMSELVES = ("cam", "keyformer", "palu")  # a part that knows its place needs nothing of the others
 
 
 # One process of several
 
 
-def run(model: nn.Module, config: KVCacheConfig, hooked: bool) -> tuple[list[int], mx.array, list[Any]]:
+def run(model: nn.Module, config: Any, hooked: bool) -> tuple[list[int], mx.array, list[Any]]:
     """The likeliest tokens after the prompt, their log probabilities [COUNT, vocabulary], and the caches."""
     caches, prompt = KVCacheBuilder.for_model(model, config), mx.array(tokens(PROMPT))
     with attention_hook(model) if hooked else contextlib.nullcontext():
@@ -103,9 +122,9 @@ def run(model: nn.Module, config: KVCacheConfig, hooked: bool) -> tuple[list[int
     return [int(token) for token, _ in steps], mx.stack([row for _, row in steps]), caches
 
 
-def cases(parallel: str) -> dict[str, tuple[KVCacheConfig, bool]]:
-    """What is run: by heads a few that treat each by itself."""
-    return {name: CASES[name] for name in (CASES if parallel == "pipeline" else BY_HEADS)}
+def cases(parallel: str) -> dict[str, tuple[KVCacheConfig | vq.Transform, bool]]:
+    """What is run: by heads a few that treat each by itself, and all that look at all heads."""
+    return CASES if parallel == "pipeline" else BY_HEADS
 
 
 def work(parallel: str, folder: Path) -> None:
@@ -173,7 +192,7 @@ def launch(*command: str, processes: int = PROCESSES) -> str:
 def alone() -> dict[str, tuple[list[int], mx.array, list[Any]]]:
     """All cases in one process."""
     model = build("qwen2", **SIZES)
-    return {name: run(model, *case) for name, case in CASES.items()}
+    return {name: run(model, *case) for name, case in {**CASES, **BY_HEADS}.items()}
 
 
 def together(parallel: str, folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, mx.array]]]:
@@ -228,6 +247,7 @@ def test_heads_in_two_processes(alone: dict[str, Any], tmp_path: Path) -> None:
 # Heads, each for itself or not
 
 HEADS, DIM = 8, 32
+EDGE = 0.05  # less than that is a number on the edge between two codes
 
 
 def call(layer: int, number: int, n: int) -> list[mx.array]:
@@ -239,9 +259,9 @@ def call(layer: int, number: int, n: int) -> list[mx.array]:
     return [keys, values, mx.random.normal((1, 2 * HEADS, n, DIM), key=draw[2])]
 
 
-def attended(method: str, first: int, last: int) -> mx.array:
+def attended(transform: vq.Transform, first: int, last: int) -> mx.array:
     """Attention of the query heads of some KV heads in two layers, over all calls."""
-    transform, group, out = TRANSFORMS[method], LayerGroup(), []
+    group, out = LayerGroup(), []
     caches = in_place([KVCache(), KVCache()], transform)
     for layer, cache in enumerate(caches):
         if transform.agrees:
@@ -262,11 +282,51 @@ def attended(method: str, first: int, last: int) -> mx.array:
 @pytest.mark.parametrize("method", METHODS)
 def test_methods_that_look_at_all_heads_of_a_layer(method: str) -> None:
     """The others find the same for a head, whichever heads are beside it."""
-    whole = attended(method, 0, HEADS)
-    halves = mx.concatenate([attended(method, 0, HEADS // 2), attended(method, HEADS // 2, HEADS)], axis=1)
-    far = float(mx.abs(whole - halves).max() / mx.std(whole))
-    # Less than that is a number on the edge between two codes.
-    assert (far > 0.05) == (method in ACROSS_HEADS)
+    assert (apart(TRANSFORMS[method], [TRANSFORMS[method]] * 2) > EDGE) == (method in ACROSS_HEADS)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("method", BY_THEMSELVES)
+def test_a_part_that_knows_its_place(method: str) -> None:
+    transform = TRANSFORMS[method]
+    assert apart(transform, [sharded(transform, Shard(rank, 2)) for rank in range(2)]) < EDGE
+
+
+def apart(transform: vq.Transform, parts: list[vq.Transform]) -> float:
+    """How far the first and the second half of the heads, each by itself, stray from what all find together."""
+    whole = attended(transform, 0, HEADS)
+    halves = mx.concatenate([attended(parts[0], 0, HEADS // 2), attended(parts[1], HEADS // 2, HEADS)], axis=1)
+    return float(mx.abs(whole - halves).max() / mx.std(whole))
+
+
+def split_by_heads() -> nn.Module:
+    """The second half of a model of two processes."""
+    model = build("qwen2", **SIZES)
+    distributed.split(model, "tensor", Place(1))
+    return model
+
+
+@pytest.mark.parametrize("method", INDIVISIBLE)
+def test_what_can_not_be_split_by_heads_is_refused(method: str) -> None:
+    with pytest.raises(QuantizerConfigError, match=rf"{method}: `model` can't be split by heads: .*; got 2$"):
+        KVCacheBuilder.for_model(split_by_heads(), KVCacheConfig(method=method))
+
+
+def test_groups_of_heads_that_span_processes_are_refused() -> None:
+    config = KVCacheConfig(method="palu", options=PALUOptions(palu_n_head_groups=1))
+    with pytest.raises(QuantizerConfigError, match=r"palu: `n_head_groups` must be 2 times a number .* got 1"):
+        KVCacheBuilder.for_model(split_by_heads(), config)
+
+
+def test_caches_know_their_part_of_the_heads() -> None:
+    for cache in KVCacheBuilder.for_model(split_by_heads(), KVCacheConfig(method="tova")):
+        assert cache.transform.policy.shard == Shard(1, 2)
+        assert restore(json.loads(json.dumps(describe(cache.transform)))) == cache.transform
+
+
+def test_nobody_is_asked_who_is_not_there() -> None:
+    with pytest.raises(QuantizerConfigError, match=r"shard: `group` must have the 5 processes .* got 1"):
+        Shard(0, 5).gathered(mx.zeros((1, 2)))
 
 
 def test_the_page_lists_the_methods_that_look_at_all_heads() -> None:

@@ -79,6 +79,7 @@ class Codec:
     shared: int = 1  # neighbouring rows whose numbers are chosen together
     mixes: bool = False  # the numbers of a row with each other, before neighbours share any
     warmup: int = 0  # rows that the coder's tables are fitted to
+    indivisible: str | None = None  # why processes can't have a part of the heads each; None where they can
 
     def bind(self, dim: int, dtype: mx.Dtype) -> Coder:
         """The coder for head size `dim`; raises QuantizerConfigError for sizes it can't take."""

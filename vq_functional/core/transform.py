@@ -38,6 +38,7 @@ class Transform:
     name: str
     trimmable: ClassVar[bool] = True  # rows can be dropped from the end
     evicts: ClassVar[bool] = False  # some rows are given up
+    indivisible: ClassVar[str | None] = None  # why processes can't have a part of the heads each; None where they can
 
     @property
     def coded(self) -> bool:

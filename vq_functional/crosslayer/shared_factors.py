@@ -37,6 +37,7 @@ class SharedFactorsCodec(Codec):
     layers: int
     given: tuple[Table, Table, Table] | None
     name = "shared_factors"
+    indivisible = "a latent is of all heads of a layer"
     unit = BLOCK
 
     @property

@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from vq_functional.core.errors import check, check_choice, check_int, check_seed
 from vq_functional.core.policy import Picked, Scene, Shares, Spans, check_policy, protect_field
+from vq_functional.core.shard import WHOLE, Shard
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.core.warn import warn
@@ -73,6 +74,7 @@ class CaMPolicy(MassPolicy):
     seed: int = 42
     reach: int = 16
     halves: bool = False  # the newest half of the budget stays
+    shard: Shard = WHOLE
     name = "cam"
 
     @property
@@ -127,7 +129,7 @@ class CaMPolicy(MassPolicy):
         if not self.merge_gate:
             return position >= 0
         chance = mx.where(others > 0, gone / others, gone > 0)
-        heads = hashed_heads(*(self.seed + (head << 32) for head in range(position.shape[1])))
+        heads = hashed_heads(*(self.seed + (head << 32) for head in self.shard.heads(position.shape[1])))
         return uniform(hashed(heads, position)) < chance
 
 

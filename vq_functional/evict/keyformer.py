@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from vq_functional.core.errors import check_between, check_int, check_number, check_seed
 from vq_functional.core.policy import Scene, Spans, check_policy, protect_field
+from vq_functional.core.shard import WHOLE, Shard
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.evict.chain import chain
@@ -76,6 +77,7 @@ class KeyformerPolicy(MassPolicy):
     anneal_steps: int = 0
     seed: int = 0
     recent_share: float = 0.0
+    shard: Shard = WHOLE
     name = "keyformer"
 
     def protected(self, scene: Scene) -> mx.array:
@@ -99,7 +101,10 @@ class KeyformerPolicy(MassPolicy):
     def rank(self, mass: mx.array, scene: Scene) -> mx.array:
         if self.noiseless or not scene.proxy:
             return mass
-        return mass + self._tau(scene)[:, None, None] * row_noise(self.seed, scene.position)
+        return mass + self._tau(scene)[:, None, None] * row_noise(self._head_seeds(scene), scene.position)
+
+    def _head_seeds(self, scene: Scene) -> tuple[int, ...]:
+        return tuple(self.seed + head for head in self.shard.heads(scene.position.shape[1]))
 
     def _tau(self, scene: Scene) -> mx.array:
         """Temperature float32 [B] at the call's last token."""
@@ -111,33 +116,34 @@ class KeyformerPolicy(MassPolicy):
     def _noisy_attention(self, scene: Scene, queries: mx.array, position: mx.array, visible: mx.array) -> mx.array:
         """softmax((x + g) / tau) float32 [B, H, G, S, T], without noise where tau is 0."""
         tau = self._tau(scene)[:, None, None, None, None]
-        noise = mx.where(tau > 0, mx.expand_dims(score_noise(self.seed, position, scene.position), 2), 0.0)
+        noise = mx.where(
+            tau > 0, mx.expand_dims(score_noise(self._head_seeds(scene), position, scene.position), 2), 0.0
+        )
         scores = (scene.logits(queries) + noise) / mx.where(tau > 0, mx.maximum(tau, COLDEST), 1.0)
         seen = mx.expand_dims(visible, 2) & mx.isfinite(scores)
         return mx.where(seen, mx.softmax(mx.where(seen, scores, LOWEST), axis=-1), 0.0)
 
 
-def row_noise(seed: int, position: mx.array) -> mx.array:
-    """Gumbel noise float32 [B, H, T] of rows at `position` int [B, H, T].
+def row_noise(seeds: tuple[int, ...], position: mx.array) -> mx.array:
+    """Gumbel noise float32 [B, H, T] of rows at `position` int [B, H, T], by the seed of each head.
 
     Uniform numbers are drawn with the random key of the integer
-    (seed + head) * 1000003 + position, added in two halves with a carry.
+    seed * 1000003 + position, added in two halves with a carry.
     """
-    upper, lower = _halves([(seed + head) * 1000003 for head in range(position.shape[1])])
+    upper, lower = _halves([seed * 1000003 for seed in seeds])
     low = lower + position.astype(mx.uint32)
     keys = mx.stack([upper + (low < lower), low], axis=-1).reshape(-1, 2)
     draws = mx.vmap(lambda key: mx.random.uniform(1e-9, 1, (), key=key))(keys)
     return _gumbel(draws.reshape(position.shape))
 
 
-def score_noise(seed: int, queries: mx.array, columns: mx.array) -> mx.array:
+def score_noise(seeds: tuple[int, ...], queries: mx.array, columns: mx.array) -> mx.array:
     """Gumbel noise float32 [B, H, S, T] between queries at positions int [B, S] and rows at int [B, H, T].
 
-    Uniform numbers are a hash of seed, head and both positions: a random key
+    Uniform numbers are a hash of the head's seed and both positions: a random key
     for each of so many would cost more than the attention.
     """
-    heads = hashed_heads(*(seed + head for head in range(columns.shape[1])))
-    return _gumbel(uniform(hashed(heads[..., None], queries[:, None, :, None], columns[:, :, None])))
+    return _gumbel(uniform(hashed(hashed_heads(*seeds)[..., None], queries[:, None, :, None], columns[:, :, None])))
 
 
 def _halves(numbers: list[int]) -> tuple[mx.array, mx.array]:

@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from vq_functional.core.errors import check_between, check_choice, check_int, check_number
 from vq_functional.core.policy import Spans, check_policy, protect_field
+from vq_functional.core.shard import WHOLE, Shard
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.evict.budgets import fitted
@@ -69,6 +70,7 @@ class SqueezeAttentionPolicy(MassPolicy):
     strength: float = 1.0
     reduce: str = "mean"
     resolved: bool = False
+    shard: Shard = WHOLE
     name = "squeeze"
 
     @property
@@ -77,17 +79,19 @@ class SqueezeAttentionPolicy(MassPolicy):
 
     def tell(self, keys: mx.array, valid: mx.array) -> mx.array:
         """Concentration float32 [B] of keys [B, H, S, D], of which bool [B, S] are tokens."""
-        return concentration(keys, valid, self.reduce)
+        return concentration(keys, valid, self.reduce, self.shard)
 
     def agree(self, told: Sequence[float]) -> list[int]:
         """Budgets of the layers, from what each has told."""
         return squeeze_budgets(told, int(self.budget), self.strength, self.shielded)
 
 
-def concentration(keys: mx.array, valid: mx.array | None = None, reduce: str = "mean") -> mx.array:
+def concentration(
+    keys: mx.array, valid: mx.array | None = None, reduce: str = "mean", shard: Shard = WHOLE
+) -> mx.array:
     """Mean cosine float32 [B] between two different keys of a head; 0 for fewer than two.
 
-    keys [B, H, S, D]; valid bool [B, S]. A key that is not finite does not count.
+    keys [B, H, S, D] of a `shard` of the heads; valid bool [B, S]. A key that is not finite does not count.
     """
     unit = keys.astype(mx.float32)
     counts = mx.isfinite(unit).all(axis=-1)
@@ -97,7 +101,7 @@ def concentration(keys: mx.array, valid: mx.array | None = None, reduce: str = "
     count = counts.sum(axis=-1).astype(mx.float32)  # int32 can't hold the pairs of a long prompt
     pairs = mx.maximum(count * (count - 1), 1)
     total = unit.sum(axis=2)
-    cosine = ((total * total).sum(axis=-1) - (unit * unit).sum(axis=(2, 3))) / pairs
+    cosine = shard.gathered(((total * total).sum(axis=-1) - (unit * unit).sum(axis=(2, 3))) / pairs)
     return cosine[:, 0] if reduce == "head0" else cosine.mean(axis=-1)
 
 

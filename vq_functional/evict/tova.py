@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from vq_functional.core.errors import check_choice
 from vq_functional.core.policy import Policy, Scene, Spans, check_policy, protect_field
+from vq_functional.core.shard import WHOLE, Shard
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.evict.chain import chain
@@ -50,6 +51,7 @@ class TOVAPolicy(Policy):
     """
 
     share_heads: bool | None = None
+    shard: Shard = WHOLE
     name = "tova"
 
     def score(self, memory: Any, scene: Scene) -> tuple[Any, mx.array]:
@@ -62,11 +64,15 @@ class TOVAPolicy(Policy):
         heads, group = logits.shape[1:3]
         # A single query ranks by its logits, which keep their full precision.
         own = logits[:, :, 0] if group == 1 else mx.logsumexp(weights, axis=2)
-        if not self._shares(scene) or heads == 1:
+        if not self._shares(scene) or heads * self.shard.size == 1:
             return memory, own
         # Columns of different heads can be averaged only where they hold the same positions.
-        alike = (scene.position == scene.position[:, :1]).all(axis=(1, 2), keepdims=True)
-        return memory, mx.where(alike, mx.logsumexp(weights, axis=(1, 2))[:, None], own)
+        position = self.shard.gathered(scene.position)
+        alike = (position == position[:, :1]).all(axis=(1, 2), keepdims=True)
+        shared = mx.logsumexp(weights, axis=(1, 2))[:, None]
+        if self.shard.size > 1:
+            shared = mx.logsumexp(self.shard.gathered(shared), axis=1, keepdims=True)
+        return memory, mx.where(alike, shared, own)
 
     def _shares(self, scene: Scene) -> bool:
         return not scene.proxy if self.share_heads is None else self.share_heads

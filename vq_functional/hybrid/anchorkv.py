@@ -57,6 +57,7 @@ class AnchorKV(Transform):
     options: AnchorKVOptions
     plan: Plan | None = None
     name = "anchorkv"
+    indivisible = "residuals are divided among all heads of a layer"
 
     @property
     def observes(self) -> bool:

@@ -6,6 +6,8 @@ import attrs
 import mlx.core as mx
 import numpy as np
 
+from vq_functional.core.errors import check
+from vq_functional.core.shard import Shard
 from vq_functional.ops.spectrum import Floats, least_rank, principal_axes
 from vq_functional.ops.vectors import TINY
 
@@ -24,6 +26,13 @@ class HeadGroups:
     def of(cls, heads: int, most: int) -> "HeadGroups":
         """`most` groups, or as many as there are heads."""
         return cls(heads, min(most, heads))
+
+    def part(self, shard: Shard) -> "HeadGroups":
+        """The groups of a part of the heads; raises QuantizerConfigError where one has heads in several parts."""
+        whole = shard.size == 1 or (self.heads % self.count == 0 and self.count % shard.size == 0)
+        rule = f"must be {shard.size} times a number that goes up in the {self.heads // shard.size} heads of a process"
+        check(whole, "palu", "n_head_groups", rule, self.count)
+        return HeadGroups(self.heads // shard.size, self.count // shard.size)
 
     @property
     def size(self) -> int:

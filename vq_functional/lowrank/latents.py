@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from vq_functional.core.codec import Codec, Coder, Rows
 from vq_functional.core.errors import check
+from vq_functional.core.shard import WHOLE, Shard
 from vq_functional.core.table import Table
 from vq_functional.lowrank.head_groups import HeadGroups, principal_basis
 from vq_functional.ops.affine import Groups, dequantize, matmul, quantize
@@ -128,6 +129,7 @@ class LatentRowsCodec(Codec):
     n_fit: int
     n_sink: int
     given: tuple[Table, Table] | None
+    shard: Shard = WHOLE
     name = "latent_rows"
     unit = BLOCK
 
@@ -224,7 +226,7 @@ class LatentRows(Coder):
         return shrink(groups.size * self.dim, self.dtype)
 
     def _groups(self, heads: int) -> HeadGroups:
-        return HeadGroups.of(heads, self.codec.n_head_groups)
+        return HeadGroups.of(heads * self.codec.shard.size, self.codec.n_head_groups).part(self.codec.shard)
 
     def _latents(self, basis: mx.array) -> Latents:
         return Latents(self.codec.sections(basis.shape[-1]), self.codec.group_size, self.dtype)

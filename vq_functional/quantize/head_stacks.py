@@ -59,6 +59,7 @@ class HeadStacksCodec(Codec):
     importance: str
     obs_window: int
     name = "head_stacks"
+    indivisible = "bits are divided among all heads of a layer"
 
     @property
     def unit(self) -> int:  # type: ignore[override]

@@ -10,6 +10,7 @@ import mlx.core as mx
 from vq_functional.core.codec import Codec, Coder, Rows
 from vq_functional.core.describe import Described
 from vq_functional.core.errors import check_choice, check_int
+from vq_functional.core.shard import WHOLE, Shard
 from vq_functional.core.spec import KVSpec
 from vq_functional.ops.rows import pick
 from vq_functional.ops.vectors import TINY, norm
@@ -40,6 +41,7 @@ class SinkRule(Described):
 
     count: int
     signal: str = "first"
+    shard: Shard = WHOLE
 
     def __attrs_post_init__(self) -> None:
         check_int("sinks", "count", self.count, 1)
@@ -74,7 +76,7 @@ class SinkRule(Described):
             return self._choose_first(sinks, keys, values, start, end), (position < self.count) & (
                 position < end[:, None]
             )
-        size = _size(keys)
+        size = self._size(keys)
         first_median = mx.sort(size[:, :block], axis=-1)[:, block // 2]
         typical = mx.where(start == 0, first_median, sinks.typical)
         signal = self._signal(size, typical[:, None])
@@ -95,7 +97,7 @@ class SinkRule(Described):
         """
         if self.signal == "first":
             return mx.ones((keys.shape[0], keys.shape[2]), mx.bool_)
-        times = _size(keys) / mx.maximum(sinks.typical, TINY)[:, None]
+        times = self._size(keys) / mx.maximum(sinks.typical, TINY)[:, None]
         return (times > COMMON) | (times < 1 / COMMON)
 
     def _choose(self, sinks: Sinks, came: Sinks, block: int) -> tuple[Sinks, mx.array]:
@@ -127,6 +129,10 @@ class SinkRule(Described):
         signal = mx.where(there, -place.astype(mx.float32), -mx.inf)
         return Sinks(keys, values, mx.where(there, place, -1), signal, sinks.typical)
 
+    def _size(self, keys: mx.array) -> mx.array:
+        """Mean norm float32 [B, R] of `keys` [B, H, R, D] over all heads of the layer."""
+        return self.shard.gathered(norm(keys.astype(mx.float32))[..., 0]).mean(axis=1)
+
     def _signal(self, size: mx.array, typical: mx.array) -> mx.array:
         if self.signal == "unusual_keys":
             return mx.abs(mx.log(mx.maximum(size, TINY) / mx.maximum(typical, TINY)))
@@ -147,11 +153,6 @@ def behind_sinks(x: mx.array, n_fit: int, n_sink: int) -> mx.array:
     """The rows of `x` [B, H, S, D] to fit tables to."""
     first = min(n_sink, x.shape[2] - 1)
     return x[:, :, first : max(rows_to_fit(n_fit, n_sink), first + 1)]
-
-
-def _size(keys: mx.array) -> mx.array:
-    """Mean norm float32 [B, R] over the heads of `keys` [B, H, R, D]."""
-    return norm(keys.astype(mx.float32))[..., 0].mean(axis=1)
 
 
 def without_sinks(x: mx.array, sink: mx.array, codec: Codec) -> mx.array:
