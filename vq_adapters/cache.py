@@ -95,8 +95,7 @@ class TransformKVCache(BatchedState):
             tell_queries(self, queries)
         if first and self._uneven and isinstance(mask, mx.array):
             mask = own_mask(self, queries.shape[2])
-        single = first and sinks is None and mask is None and queries.shape[2] == 1
-        out = self._finish(queries, scale) if single else None
+        out = self._finish(queries, scale) if first and mask is None and sinks is None else None
         if out is None:
             if first and sinks is None and queries.shape[2] <= FEW and self.transform.coded:
                 out = self._attend_codes(queries, scale, mask)

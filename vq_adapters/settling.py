@@ -103,7 +103,7 @@ class SettlingState(CountedState):
     def _finish(self, queries: mx.array, scale: float) -> mx.array | None:
         """End the call of a single token and attend in the same step; None where that can't be one."""
         call = self._unsettled
-        if call is None or not self._is_full(call):
+        if call is None or queries.shape[2] > 1 or not self._is_full(call):
             return None
         step = steps(self.transform.after(self._fills)).finish(scale)
         out, self._state = self._in_group(lambda told: step(self._state, told, queries))

@@ -19,10 +19,10 @@ class Steps:
     """One-token steps; calls of several tokens run eagerly, since prompts have any length.
 
     `settle` and `settle_by_keys` take (held, group, queries), with None for the
-    group of a layer that stands alone. So does `finish` of a scale, which attends
-    over all columns and settles at once: both read the same rows, and vectors
-    or scores that they have in common are made once. It returns (output, state)
-    and the group.
+    group of a layer that stands alone. So does `finish` of a scale, for states
+    whose columns all hold rows: it attends and settles at once, since both read
+    the same rows, and vectors or scores that they have in common are made once.
+    It returns (output, state) and the group.
     """
 
     write: Callable[..., Any]
@@ -51,7 +51,10 @@ def steps(transform: Transform) -> Steps:
     @functools.lru_cache(maxsize=16)
     def finish(scale: float) -> Callable[..., Any]:
         def step(held: Any, group: Any, queries: mx.array) -> Any:
-            out = attend_parts(*transform.parts(held), queries, scale)
+            if transform.coded:
+                out = transform.attend(held, queries, scale)
+            else:  # no mask: every column holds a row
+                out = attend_parts(*transform.parts(held), queries, scale)
             state, group = transform.settle_in(held, group, rescaled(queries, scale))
             return (out, state), group
 
