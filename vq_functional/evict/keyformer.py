@@ -25,7 +25,7 @@ from vq_functional.evict.chain import chain
 from vq_functional.evict.mass import MassPolicy
 from vq_functional.evict.scoring import attention_mass
 from vq_functional.ops.attention import LOWEST
-from vq_functional.ops.noise import hashed, hashed_heads, uniform
+from vq_functional.ops.noise import halves, hashed, hashed_heads, uniform
 from vq_functional.ops.tables import filled
 
 HOTTEST, COLDEST = 1e30, 1e-20
@@ -116,9 +116,8 @@ class KeyformerPolicy(MassPolicy):
     def _noisy_attention(self, scene: Scene, queries: mx.array, position: mx.array, visible: mx.array) -> mx.array:
         """softmax((x + g) / tau) float32 [B, H, G, S, T], without noise where tau is 0."""
         tau = self._tau(scene)[:, None, None, None, None]
-        noise = mx.where(
-            tau > 0, mx.expand_dims(score_noise(self._head_seeds(scene), position, scene.position), 2), 0.0
-        )
+        noise = score_noise(self._head_seeds(scene), position, scene.position)
+        noise = mx.where(tau > 0, mx.expand_dims(noise, 2), 0.0)
         scores = (scene.logits(queries) + noise) / mx.where(tau > 0, mx.maximum(tau, COLDEST), 1.0)
         seen = mx.expand_dims(visible, 2) & mx.isfinite(scores)
         return mx.where(seen, mx.softmax(mx.where(seen, scores, LOWEST), axis=-1), 0.0)
@@ -130,7 +129,7 @@ def row_noise(seeds: tuple[int, ...], position: mx.array) -> mx.array:
     Uniform numbers are drawn with the random key of the integer
     seed * 1000003 + position, added in two halves with a carry.
     """
-    upper, lower = _halves([seed * 1000003 for seed in seeds])
+    upper, lower = halves([seed * 1000003 for seed in seeds])
     low = lower + position.astype(mx.uint32)
     keys = mx.stack([upper + (low < lower), low], axis=-1).reshape(-1, 2)
     draws = mx.vmap(lambda key: mx.random.uniform(1e-9, 1, (), key=key))(keys)
@@ -144,13 +143,6 @@ def score_noise(seeds: tuple[int, ...], queries: mx.array, columns: mx.array) ->
     for each of so many would cost more than the attention.
     """
     return _gumbel(uniform(hashed(hashed_heads(*seeds)[..., None], queries[:, None, :, None], columns[:, :, None])))
-
-
-def _halves(numbers: list[int]) -> tuple[mx.array, mx.array]:
-    """Upper and lower half uint32 [H, 1] of integers of 64 bits."""
-    halves = [divmod(number % 2**64, 2**32) for number in numbers]
-    upper, lower = mx.split(mx.array(halves, mx.uint32), 2, axis=-1)
-    return upper, lower
 
 
 def _gumbel(draws: mx.array) -> mx.array:

@@ -1,6 +1,7 @@
 """Random numbers that follow from a seed and a place alone: a hash, which fuses with what it is compared to."""
 
 import functools
+from collections.abc import Sequence
 
 import mlx.core as mx
 
@@ -21,11 +22,17 @@ def uniform(state: mx.array) -> mx.array:
 @functools.lru_cache(maxsize=512)
 def hashed_heads(*seeds: int) -> mx.array:
     """A state uint32 [H, 1] from the seed of each head, an integer of up to 64 bits."""
-    halves = [divmod(seed % 2**64, 2**32) for seed in seeds]
-    upper, lower = mx.split(mx.array(halves, mx.uint32), 2, axis=-1)
+    upper, lower = halves(seeds)
     state = hashed(mx.array(0, mx.uint32), lower, upper)
     mx.eval(state)  # a table, so that a trace holds it and not how it is made
     return state
+
+
+def halves(numbers: Sequence[int]) -> tuple[mx.array, mx.array]:
+    """Upper and lower half uint32 [N, 1] of integers of 64 bits."""
+    pairs = [divmod(number % 2**64, 2**32) for number in numbers]
+    upper, lower = mx.split(mx.array(pairs, mx.uint32), 2, axis=-1)
+    return upper, lower
 
 
 def _mixed(x: mx.array) -> mx.array:
