@@ -83,7 +83,7 @@ class _Listener:
 
     def __init__(self, cache: TransformKVCache, span: tuple[int, int]) -> None:
         self._cache, self._span = cache, span
-        self._keys: mx.array | None = None
+        self._new: tuple[mx.array, mx.array] | None = None
 
     @property
     def offset(self) -> int:
@@ -92,7 +92,7 @@ class _Listener:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Held rows, then the repeated ones."""
         held_keys, held_values = self._cache.keys_and_values()
-        self._keys = keys
+        self._new = keys, values
         both = (mx.concatenate([held_keys, keys], axis=2), mx.concatenate([held_values, values], axis=2))
         return tag(both[0], self, "k", self), tag(both[1], self, "v", self)
 
@@ -106,9 +106,11 @@ class _Listener:
         sinks: mx.array | None = None,
     ) -> mx.array:
         """Attention as it would be; the queries of repeated tokens ask the cache's rows."""
-        asked, cache = cast(mx.array, self._keys), self._cache
-        evicting = cache._evicting
-        cache._state = score_pass(evicting, cache._settled_state(), queries, asked, self._span, scale)
+        cache, (new_keys, new_values) = self._cache, cast(tuple[mx.array, mx.array], self._new)
+        held = cache._settled_state()
+        cache._state, out = score_pass(cache._evicting, held, queries, new_keys, new_values, self._span, scale)
+        if sinks is None and not isinstance(mask, mx.array):
+            return out
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None, **_: Any) -> Mask:

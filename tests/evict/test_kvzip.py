@@ -33,7 +33,7 @@ from oracle import (
     to_numpy,
 )
 
-from vq_functional import QuantizerConfigError, rows, tova
+from vq_functional import QuantizerConfigError, chain, int8_codec, rows, tova
 from vq_functional.core.tree import flatten, rebuild
 from vq_functional.evict.kvzip import kvzip, kvzip_policy, score_pass
 
@@ -48,19 +48,19 @@ class KVzipHead(Head):
 
     def settle(self, shown: list[int], new: list[int], queries: np.ndarray | None) -> None:
         if queries is None and not any(self.scores[i] for i in shown):
-            self.keep(shown, self.most(shown, [self.keys[i] for i in shown]))
+            self.keep(shown, self.most(shown, [[self.keys[i]] for i in shown]))
             return
         if queries is not None and len(new) > 1:
-            most = self.most(shown, list(queries.reshape(-1, queries.shape[-1])))
+            most = self.most(shown, list(queries.swapaxes(0, 1)))
             self.scores |= {i: max(self.scores[i], most[i]) for i in shown}
         self.keep(shown, {i: self.scores[i] or NOT_ASKED + i / 1000 for i in shown})
 
-    def most(self, shown: list[int], probes: list[np.ndarray]) -> dict[int, float]:
-        """The largest probability that one of `probes` gives to each row; all rows are seen, later ones too."""
+    def most(self, shown: list[int], probes: Sequence[Sequence[np.ndarray]]) -> dict[int, float]:
+        """The largest probability that one of `probes`, its heads on average, gives to each row, later ones too."""
         most = dict.fromkeys(shown, 0.0)
         for probe in probes:
-            for i, weight in self.attention(probe, shown).items():
-                most[i] = max(most[i], weight)
+            paid = [self.attention(head, shown) for head in probe]
+            most = {i: max(most[i], sum(weights[i] for weights in paid) / len(paid)) for i in shown}
         return most
 
 
@@ -127,9 +127,9 @@ def test_prompt_longer_than_a_block_of_queries(group: int | None) -> None:
 
 
 def one_shot(keys: np.ndarray, probes: np.ndarray, budget: int, n_sink: int) -> list[int]:
-    """Sinks, and of the other rows [T, D] those of which one of `probes` [N, D] wants the largest share."""
+    """Sinks, and of the other rows [T, D] those of which one of `probes` [G, N, D] wants the largest share."""
     weights = np.exp(probes @ keys.T / np.sqrt(keys.shape[1]))
-    most = (weights / weights.sum(axis=1, keepdims=True)).max(axis=0)
+    most = (weights / weights.sum(axis=-1, keepdims=True)).mean(axis=0).max(axis=0)
     best = [i for i in np.argsort(-most).tolist() if i >= n_sink][: budget - n_sink]
     return sorted([*range(n_sink), *best])
 
@@ -142,7 +142,7 @@ def test_one_call_keeps_the_rows_that_anyone_wants(budget: int, n_sink: int, gro
     held = held_positions(transform, feed(transform, stream, [90]))
     for head in range(2):
         keys, asked = stream.keys[0, head].astype(np.float64), stream.queries_of(0, head)
-        probes = keys if asked is None else asked.reshape(-1, 32).astype(np.float64)
+        probes = keys[None] if asked is None else asked.astype(np.float64)
         assert held[0][head] == one_shot(keys, probes, budget, n_sink)
 
 
@@ -415,7 +415,7 @@ def questions(stream: Stream, tokens: int, seed: int = 99) -> tuple[mx.array, mx
 
 
 def asked(transform: Any, state: Any, queries: mx.array, keys: mx.array, span: tuple[int, int]) -> Any:
-    return score_pass(transform, state, queries, keys, span, queries.shape[-1] ** -0.5)
+    return score_pass(transform, state, queries, keys, keys, span, queries.shape[-1] ** -0.5)[0]
 
 
 @pytest.mark.parametrize("span", [(0, 40), (0, 16), (10, 30), (38, 40), (2, 3)])
@@ -440,10 +440,26 @@ def test_a_pass_of_many_queries_has_its_own_scale() -> None:
     stream, transform = make_stream(14, 30, heads=1, dim=8, group=2), kvzip(budget=20, n_sink=2)
     queries, keys = questions(stream, 300)
     state = retained(transform, stream, [30])
-    got = score_pass(transform, state, queries, keys, (5, 25), 0.25)
+    got, _ = score_pass(transform, state, queries, keys, keys, (5, 25), 0.25)
     doubled = to_numpy(queries)[0] * 0.25 * np.sqrt(8)
     want = repeated(stream.keys[0, 0], list(range(30)), doubled, to_numpy(keys)[0, 0], (5, 25), 2)
     np.testing.assert_allclose(by_position(transform, got, 30)[0, 0, 5:25], list(want.values()), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 300])
+@pytest.mark.parametrize("pattern", [[25, 1, 14], [40]])
+@pytest.mark.parametrize("store", [rows(), rows(key=int8_codec(), value=int8_codec())], ids=["exact", "codes"])
+def test_a_pass_attends_to_all_rows_and_the_tokens_before(store: Any, pattern: list[int], tokens: int) -> None:
+    """Whatever the span is."""
+    stream, transform = make_stream(24, 40, batch=2, dim=8, group=2), chain(kvzip_policy(budget=20, n_sink=3), store)
+    (queries, keys), (_, values) = questions(stream, tokens), questions(stream, tokens, 100)
+    state = retained(transform, stream, pattern)
+    _, got = score_pass(transform, state, queries, keys, values, (5, 25), 0.25)
+    held = (x[:, :, :40] for x in transform.read(transform.ordered(state)))
+    both = (mx.concatenate([old, new], axis=2) for old, new in zip(held, (keys, values), strict=True))
+    want = mx.fast.scaled_dot_product_attention(queries, *both, scale=0.25, mask="causal")
+    np.testing.assert_allclose(to_numpy(got), to_numpy(want), rtol=1e-4, atol=1e-5)
+    assert got.dtype == queries.dtype
 
 
 def test_a_pass_holds_nothing_and_changes_no_row() -> None:

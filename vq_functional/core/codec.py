@@ -137,3 +137,8 @@ class Part:
 
     def mix(self, weights: mx.array) -> mx.array:
         return self.coder.mix(weights, self.rows)
+
+
+def plain_part(x: mx.array, dtype: mx.Dtype | None = None) -> Part:
+    """Columns that are held exactly, as vectors [B, H, C, D]; read in their own dtype or in `dtype`."""
+    return Part(bind(PlainCodec(), x.shape[3], dtype or x.dtype), (x,), x.shape[2])

@@ -2,8 +2,10 @@
 
 A row is as important as the most attention that any query pays to it. The
 paper asks with the queries of a second pass in which the model repeats the
-context (`score_pass`; the adapters drive it). Without that pass the queries of
-the text itself ask; without any queries, the keys that are held.
+context (`score_pass`; the adapters drive it), each query head for itself.
+Without that pass the queries of the text itself ask, the query heads of a KV
+head on average: what one head alone looks at in passing matters less to the
+text that follows. Without any queries, the keys ask that are held.
 
 Differs from the paper: heads and layers keep equally many rows, and while
 decoding rows still go.
@@ -14,6 +16,7 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
+from vq_functional.core.codec import plain_part
 from vq_functional.core.errors import check_choice
 from vq_functional.core.policy import Policy, Scene, Spans, check_policy, protect_field
 from vq_functional.core.store import rows
@@ -23,8 +26,9 @@ from vq_functional.evict.engine import Evicting
 from vq_functional.evict.scoring import BLOCK
 from vq_functional.evict.slots import SlotState
 from vq_functional.evict.tova import TOVAPolicy
-from vq_functional.ops.attention import logits
-from vq_functional.ops.vectors import TINY
+from vq_functional.ops.attention import LOWEST, logits, mixed
+from vq_functional.ops.masks import causal, query_positions
+from vq_functional.ops.vectors import TINY, to_dtype
 
 
 @attrs.frozen(kw_only=True)
@@ -82,41 +86,55 @@ class KVzipLatestPolicy(TOVAPolicy):
 
 
 def score_pass(
-    transform: Evicting, state: SlotState, queries: mx.array, keys: mx.array, span: tuple[int, int], scale: float
-) -> SlotState:
-    """The state after queries [B, Hq, S, D] that repeat the positions `span` have asked; nothing is held of them.
+    transform: Evicting,
+    state: SlotState,
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    span: tuple[int, int],
+    scale: float,
+) -> tuple[SlotState, mx.array]:
+    """The attention [B, Hq, S, Dv] of tokens that repeat the positions `span`, and a state that remembers it.
 
-    Each attends to the sinks, to the rows of the span, and to the `keys`
-    [B, H, S, D] of the repeated tokens up to itself (the paper's section 3.2).
+    queries [B, Hq, S, D], keys [B, H, S, D] and values [B, H, S, Dv] are those
+    of the repeated tokens; nothing is held of them. Each attends to all rows
+    and to the repeated tokens up to itself. What counts for a row is its share
+    among the sinks, the rows of the span and the repeated tokens (the paper's
+    section 3.2).
     """
-    key_parts, _ = transform.parts(state)
-    position = state.position[:, :, None, None]
-    inside = (position >= span[0]) & (position < span[1]) | (position >= 0) & (position < transform.policy.n_sink)
-    n, heads, most = keys.shape[2], keys.shape[1], mx.zeros(state.position.shape, mx.float32)
-    own = keys.astype(mx.float32).swapaxes(-1, -2)[:, :, None]
+    key_parts, value_parts = transform.parts(state)
+    position, n = state.position, keys.shape[2]
+    asked = query_positions(state.offset, n)
+    columns = mx.concatenate([position, mx.broadcast_to(asked[:, None], (*position.shape[:2], n))], axis=-1)
+    within = (position >= span[0]) & (position < span[1])
+    counts = within | ((position >= 0) & (position < transform.policy.n_sink))
+    counts = counts[:, :, None, :, None].astype(mx.float32)
+    most, outs = mx.zeros(position.shape, mx.float32), []
     for start in range(0, n, BLOCK):
-        asking = queries[:, :, start : start + BLOCK]
-        stored = mx.where(inside, logits(key_parts, asking, scale), -mx.inf)
-        grouped = asking.astype(mx.float32).reshape(asking.shape[0], heads, -1, *asking.shape[2:])
-        before = mx.arange(n) <= mx.arange(start, start + asking.shape[2])[:, None]
-        repeated = mx.where(before, grouped @ own * scale, -mx.inf)
-        both = mx.softmax(mx.concatenate([stored, repeated], axis=-1), axis=-1)
-        most = mx.maximum(most, both[..., : position.shape[-1]].max(axis=(2, 3)))
-    within = (state.position >= span[0]) & (state.position < span[1])
-    return attrs.evolve(state, memory=mx.where(within, mx.maximum(state.memory, mx.maximum(most, TINY)), state.memory))
+        end = min(start + BLOCK, n)
+        scores = logits((*key_parts, plain_part(keys[:, :, :end])), queries[:, :, start:end], scale)
+        seen = causal(columns[..., : scores.shape[-1]], asked[:, start:end])
+        paid = mx.softmax(mx.where(seen[:, :, None], scores, LOWEST), axis=-1)
+        outs.append(mixed((*value_parts, plain_part(values[:, :, :end])), paid))
+        stored, repeated = mx.split(paid, [position.shape[2]], axis=-1)
+        among = stored @ counts + repeated.sum(axis=-1, keepdims=True)
+        most = mx.maximum(most, (stored / mx.maximum(among, TINY)).max(axis=(2, 3)))
+    memory = mx.where(within, mx.maximum(state.memory, mx.maximum(most, TINY)), state.memory)
+    return attrs.evolve(state, memory=memory), to_dtype(mx.concatenate(outs, axis=2), queries.dtype)
 
 
 def _most_attention(scene: Scene, queries: mx.array, asking: mx.array) -> mx.array:
-    """The most attention float32 [B, H, T] that queries pay to each held row, earlier and later ones alike.
+    """The most attention float32 [B, H, T] that a query pays to each held row, earlier and later ones alike.
 
-    queries [B, Hq, M, D], of which those of bool `asking` [B, H or 1, M] count.
+    queries [B, Hq, M, D], of which those of bool `asking` [B, H or 1, M] count;
+    the query heads of a KV head on average.
     """
     held = (scene.position >= 0)[:, :, None]
     most = mx.zeros(scene.position.shape, mx.float32)
     for start in range(0, queries.shape[2], BLOCK):
         block = slice(start, start + BLOCK)
         paid = scene.attention(queries[:, :, block], held & asking[:, :, block, None])
-        most = mx.maximum(most, paid.max(axis=(2, 3)))
+        most = mx.maximum(most, paid.mean(axis=2).max(axis=2))
     return most
 
 

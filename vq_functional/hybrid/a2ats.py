@@ -18,7 +18,7 @@ import attrs
 import mlx.core as mx
 import numpy as np
 
-from vq_functional.core.codec import Part, PlainCodec, Rows, bind
+from vq_functional.core.codec import Rows, plain_part
 from vq_functional.core.errors import check, check_int
 from vq_functional.core.spec import KVSpec, Layout
 from vq_functional.core.store import HeldRows, RowState, RowStore, first_rows, rows
@@ -205,7 +205,7 @@ class A2ATS(Transform):
         vectors, last = decode(keys), held.offset[:, None, None] - 1
         turn = mx.where(last - index >= self.options.window, last - self.options.b - index, 0)
         moved = self.options.rotation(vectors.shape[3]).apply(vectors, turn)
-        return (Part(bind(PlainCodec(), moved.shape[3], moved.dtype), (moved,), moved.shape[2]),)
+        return (plain_part(moved),)
 
     def _seen(self, held: A2ATSState, mask: Mask) -> mx.array:
         """Bool [B, H or 1, G or 1, C]: what the newest token's queries may look at."""

@@ -17,7 +17,7 @@ import attrs
 import mlx.core as mx
 import numpy as np
 
-from vq_functional.core.codec import Part, PlainCodec, bind
+from vq_functional.core.codec import Part, bind, plain_part
 from vq_functional.core.errors import check, check_int
 from vq_functional.core.spec import KVSpec, Layout
 from vq_functional.core.store import start_offset
@@ -140,7 +140,7 @@ class AnchorKV(Transform):
         both = []
         for side, exact in zip((held.keys, held.values), recent, strict=True):
             dim = exact.shape[3]
-            part = Part(bind(PlainCodec(), dim, layout.dtype), (exact,), exact.shape[2])
+            part = plain_part(exact, layout.dtype)
             anchors, index, gain, *residuals = side.rows
             rows = (anchors, index[:, :, :columns], gain[:, :, :columns], *residuals)
             both.append(((Part(bind(self.rule.codec, dim, layout.dtype), rows, columns),) if columns else ()) + (part,))

@@ -55,15 +55,19 @@ def attend(key_parts: Parts, value_parts: Parts, queries: mx.array, scale: float
     if all(isinstance(part.coder, PlainCoder) for part in key_parts + value_parts):
         keys, values = decode(key_parts), decode(value_parts)
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
-    batch, query_heads, n, _ = queries.shape
-    scores = masked(logits(key_parts, queries, scale), mask)
-    weights = mx.softmax(scores, axis=-1)
-    flat = weights.reshape(batch, weights.shape[1], -1, weights.shape[-1])
+    weights = mx.softmax(masked(logits(key_parts, queries, scale), mask), axis=-1)
+    return to_dtype(mixed(value_parts, weights), queries.dtype)
+
+
+def mixed(value_parts: Parts, weights: mx.array) -> mx.array:
+    """Sums float32 [B, H*G, S, Dv] of values by `weights` [B, H, G, S, C], straight from codes."""
+    batch, heads, group, n, columns = weights.shape
+    flat = weights.reshape(batch, heads, group * n, columns)
     out, start = mx.array(0.0), 0
     for part in value_parts:
         out = out + part.mix(flat[..., start : start + part.count])
         start += part.count
-    return to_dtype(out.reshape(batch, query_heads, n, -1), queries.dtype)
+    return out.reshape(batch, heads * group, n, -1)
 
 
 def masked(scores: mx.array, mask: Mask) -> mx.array:

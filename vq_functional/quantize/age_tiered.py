@@ -15,7 +15,7 @@ from typing import Any, cast
 import attrs
 import mlx.core as mx
 
-from vq_functional.core.codec import Part, PlainCodec, Rows, bind
+from vq_functional.core.codec import Part, Rows, plain_part
 from vq_functional.core.errors import check_int
 from vq_functional.core.spec import KVSpec, Layout
 from vq_functional.core.store import Store, start_offset
@@ -156,7 +156,7 @@ class AgeTiered(Store, Transform):
             for sides, tier, count in zip(self.sides(held.layout), held.tiers, counts, strict=True)
             if count
         ]
-        plain = _each(lambda x: Part(bind(PlainCodec(), x.shape[3], held.layout.dtype), (x,), x.shape[2]), exact)
+        plain = _each(lambda x: plain_part(x, held.layout.dtype), exact)
         keys, values = zip(*tiers[::-1], plain, strict=True)
         return keys, values
 

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
-from vq_functional.core.codec import Codec, Part, PlainCodec, Rows, bind
+from vq_functional.core.codec import Codec, Part, PlainCodec, Rows, plain_part
 from vq_functional.core.errors import check, check_choice, check_int
 from vq_functional.core.spec import KVSpec, Layout
 from vq_functional.core.store import Store, check_sides, start_offset
@@ -174,8 +174,7 @@ class Blocks(Store, Transform):
         if fill is not None:
             columns, count = fill.coded, fill.rows - fill.coded
             keys, values = keys[:, :, :count], values[:, :, :count]
-        coders = [bind(PlainCodec(), x.shape[-1], held.layout.dtype) for x in (keys, values)]
-        key, value = (Part(coder, (x,), x.shape[2]) for coder, x in zip(coders, (keys, values), strict=True))
+        key, value = plain_part(keys, held.layout.dtype), plain_part(values, held.layout.dtype)
         if columns == 0:
             return (key,), (value,)
         old_keys, old_values = self._coded_parts(held, None, columns)
