@@ -11,6 +11,7 @@ from mlx.nn.layers.distributed import QuantizedShardedToAllLinear, ShardedToAllL
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as mlx_cache
 
+from vq_adapters.entries import is_plain, members
 from vq_functional.core.errors import check
 from vq_functional.core.shard import WHOLE, Shard
 from vq_functional.core.spec import FLOATS, KVSpec
@@ -19,9 +20,6 @@ from vq_functional.core.transform import Transform
 _ATTENTION = ("self_attn", "attn", "attention")
 _QUERY_HEADS = ("n_heads", "num_heads", "num_attention_heads", "n_head")
 _KV_HEADS = ("n_kv_heads", "num_kv_heads", "num_key_value_heads")
-
-# The modules of a plain KVCache: mlx_vlm has one of its own.
-_PLAIN = ("mlx_lm.models.cache", "mlx_vlm.models.cache")
 
 # Models that take what a plain cache holds out of it by themselves.
 _OWN_READING = {
@@ -36,7 +34,9 @@ _NO_EVICTION = {
     "mlx_lm.models.afm7": "its last layers take query positions from the number of rows",
     "mlx_lm.models.gemma3n": "its last layers read an earlier layer's rows after that layer has settled",
     "mlx_lm.models.phi3small": "its block-sparse layers take positions from the order of rows",
+    "mlx_vlm.models.inkling": "its layers take positions from the number of rows",
     "mlx_vlm.models.phi3small": "its block-sparse layers take positions from the order of rows",
+    "mlx_vlm.models.zaya1_vl": "it takes padding from the number of rows",
 }
 
 
@@ -96,13 +96,8 @@ def stage_of(model: nn.Module, own: int) -> tuple[int, int, int]:
 
 
 def replaceable(entry: Any, layer: nn.Module) -> bool:
-    """Whether our cache can stand in the place of a layer's own `entry`."""
-    return _is_plain(entry) and not any(_holds_latents(module) for module in layer.modules())
-
-
-def _is_plain(entry: Any) -> bool:
-    """Whether an entry is the plain cache of mlx_lm or of mlx_vlm, and of no subclass."""
-    return type(entry).__name__ == "KVCache" and type(entry).__module__ in _PLAIN
+    """Whether our cache can stand in the place of a plain one in a layer's own `entry`."""
+    return any(map(is_plain, members(entry))) and not any(_holds_latents(module) for module in layer.modules())
 
 
 def _holds_latents(module: nn.Module) -> bool:

@@ -28,6 +28,7 @@ from vq_adapters.architecture import (
 from vq_adapters.cache import TransformKVCache
 from vq_adapters.classes import CLASSES
 from vq_adapters.config import KVCacheConfig, Layer
+from vq_adapters.entries import changed, is_plain
 from vq_adapters.group import LayerGroup, unlike
 from vq_adapters.reports import report
 from vq_adapters.rotation import rope_of
@@ -177,6 +178,7 @@ class KVCacheBuilder:
         configs = _configs(config)
         found = {id(one): _calibration(model, one) for one in configs}
         specs: list[KVSpec | None] = []
+        made: list[TransformKVCache] = []
         model = language_model(model)
         caches = own_caches(model)
         layers = layers_of(model, len(caches))
@@ -192,10 +194,11 @@ class KVCacheBuilder:
             specs.append(spec)
             _check_stack(one, specs[index - stacked[1] :])
             layer = Layer(index, count, first + place, spec, its, rope_of(attention), *stacked, before)
-            caches[place] = _layer_cache(one, layer, attention)
-        _join([caches[place] for place in places])
-        for place in places:
-            check_eviction(model, caches[place].transform)
+            made.append(_layer_cache(one, layer, attention))
+            caches[place] = _with(caches[place], made[-1])
+        _join(made)
+        for cache in made:
+            check_eviction(model, cache.transform)
         return caches
 
 
@@ -224,6 +227,11 @@ def _places(model: nn.Module, caches: Sequence[Any], layers: Sequence[nn.Module]
     left = sorted({f"{row.used} ({row.reason})" for row in report(caches)})
     check(len(places) > 0, "for_model", "model", "must have a plain KVCache to replace", left)
     return places
+
+
+def _with(entry: Any, ours: TransformKVCache) -> Any:
+    """An entry of the model's list with our cache in the plain one's place."""
+    return changed(entry, lambda cache: ours if is_plain(cache) else cache)
 
 
 def _join(caches: Sequence[TransformKVCache]) -> None:

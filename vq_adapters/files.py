@@ -15,6 +15,7 @@ from mlx_lm.models import cache as mlx_cache
 from vq_adapters.artifacts import digest, write_whole
 from vq_adapters.cache import TransformKVCache
 from vq_adapters.classes import CLASSES
+from vq_adapters.entries import is_list
 from vq_functional.core.errors import QuantizerConfigError, check
 
 FORMAT, VERSION = "vq_adapters.caches", 1
@@ -80,10 +81,12 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, mx.array], dict[str, 
 
 
 def _described(cache: Any, arrays: list[mx.array]) -> dict[str, Any]:
-    """Class and state of one layer; its arrays go to the end of `arrays`."""
+    """Class and state of one cache; its arrays go to the end of `arrays`."""
     name, module = type(cache).__name__, type(cache).__module__
     name = f"{module}.{name}" if module == _OTHER else name
     check(_class(name) is type(cache), "save", "caches", _RULE, type(cache))
+    if is_list(cache):  # mlx_vlm's would look for our classes in its own module
+        return {"class": name, "members": [_described(one, arrays) for one in cache.caches]}
     try:
         state = cache.state
     except AttributeError:  # before 0.32, mlx_lm's own empty caches have none
@@ -126,5 +129,7 @@ def _restored(layer: dict[str, Any], arrays: dict[str, mx.array]) -> Any:
     name = layer["class"]
     kind = _class(name)
     check(isinstance(kind, type) and hasattr(kind, "from_state"), "load", "class", _RULE, name)
+    if "members" in layer:
+        return kind(*(_restored(one, arrays) for one in layer["members"]))
     meta = () if layer["meta"] is None else (_unpacked(layer["meta"], arrays),)
     return kind.from_state(_unpacked(layer["state"], arrays), *meta)

@@ -11,6 +11,7 @@ import mlx.nn as nn
 
 from vq_adapters.architecture import language_model
 from vq_adapters.cache import TransformKVCache
+from vq_adapters.entries import changed, ours
 from vq_adapters.hook import attention_hook, can_hook
 from vq_adapters.tagged import TaggedArray, tag
 from vq_functional.core.errors import check, check_int
@@ -39,8 +40,8 @@ def kvzip_prefill(
     attention can't be hooked, and for tokens of no prompt or of several.
     """
     check_int("kvzip_prefill", "chunk", chunk, 1)
-    ours = [cache for cache in caches if _takes_part(cache)]
-    fresh = bool(ours) and all(cache.empty() for cache in ours)
+    zipped = [cache for cache in ours(caches) if _takes_part(cache)]
+    fresh = bool(zipped) and all(cache.empty() for cache in zipped)
     check(fresh, "kvzip_prefill", "caches", "must hold empty caches of kvzip with probe 'context'", len(caches))
     model = language_model(model)
     check(can_hook(model), "kvzip_prefill", "model", "must be one that the attention hook reaches", type(model))
@@ -48,7 +49,7 @@ def kvzip_prefill(
     check(one, "kvzip_prefill", "tokens", "must be one prompt [S] or [1, S]", tokens.shape)
     tokens = tokens.reshape(1, -1)
     spans = [(start, min(start + chunk, tokens.shape[1])) for start in range(0, tokens.shape[1], chunk)]
-    for cache in ours:
+    for cache in zipped:
         cache.hold()
     for start, end in spans:
         out = model(tokens[:, start:end], cache=list(caches))
@@ -57,9 +58,9 @@ def kvzip_prefill(
     mx.eval(logits)
     for span in spans:
         _repeat(model, caches, tokens[:, span[0] : span[1]], span, instruction)
-    for cache in ours:
+    for cache in zipped:
         cache.compact()
-    mx.eval([cache.state for cache in ours])
+    mx.eval([cache.state for cache in zipped])
     return logits
 
 
@@ -68,10 +69,14 @@ def _repeat(
 ) -> None:
     """One pass over instruction and span behind the whole context."""
     asked = mx.concatenate([mx.array([list(instruction)], tokens.dtype), tokens], axis=1) if instruction else tokens
-    listening = [_Listener(cache, span) if _takes_part(cache) else copy.deepcopy(cache) for cache in caches]
+
+    def stand_in(cache: Any) -> Any:
+        return _Listener(cache, span) if _takes_part(cache) else copy.deepcopy(cache)
+
+    listening = [changed(entry, stand_in) for entry in caches]
     with attention_hook(model):
         model(asked, cache=listening)
-    mx.eval([flatten(cache._state)[0] for cache in caches if _takes_part(cache)])
+    mx.eval([flatten(cache._state)[0] for cache in ours(caches) if _takes_part(cache)])
 
 
 def _takes_part(cache: Any) -> bool:

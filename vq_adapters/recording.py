@@ -12,6 +12,7 @@ import mlx.nn as nn
 from vq_adapters.architecture import attentions
 from vq_adapters.builder import KVCacheBuilder
 from vq_adapters.cache import TransformKVCache
+from vq_adapters.entries import changed
 from vq_adapters.hook import attention_hook
 from vq_adapters.rotation import rope_of
 from vq_adapters.tagged import TaggedArray
@@ -98,8 +99,15 @@ def capture(model: nn.Module, tokenizer: Any, texts: Sequence[Any], max_tokens: 
 def _read(model: nn.Module, ids: list[int], chosen: list[int]) -> list[RecordingKVCache]:
     """One recorder for each compressed layer, after a text of which positions are chosen."""
     own = KVCacheBuilder.for_model(model, rows())
-    caches = [RecordingKVCache(chosen) if isinstance(cache, TransformKVCache) else cache for cache in own]
-    recorders = [cache for cache in caches if isinstance(cache, RecordingKVCache)]
+    recorders: list[RecordingKVCache] = []
+
+    def recorded(cache: Any) -> Any:
+        if not isinstance(cache, TransformKVCache):
+            return cache
+        recorders.append(RecordingKVCache(chosen))
+        return recorders[-1]
+
+    caches = [changed(entry, recorded) for entry in own]
     for start in range(0, len(ids), CHUNK):
         # Logits are never looked at, so the last layers of the model are not computed.
         model(mx.array([ids[start : start + CHUNK]]), cache=caches)

@@ -9,6 +9,7 @@ import attrs
 
 from vq_adapters.cache import TransformKVCache
 from vq_adapters.columns import columns
+from vq_adapters.entries import members
 
 # Why an entry of a model's own list is left as it is, by its class.
 _REASONS = {
@@ -18,7 +19,7 @@ _REASONS = {
     "BatchRotatingKVCache": "bounded by the model's own window",
     "ChunkedKVCache": "bounded by the model's own chunks",
     "ArraysCache": "recurrent state, no keys and values",
-    "CacheList": "several caches in one layer, some read by row number",
+    "CacheList": "keys and values twice in one layer, some read by row number",
     "ConcatenateKVCache": "read by row number",
     "QuantizedKVCache": "quantized by mlx_lm",
 }
@@ -26,7 +27,7 @@ _REASONS = {
 
 @attrs.frozen
 class LayerReport:
-    """What serves one layer."""
+    """What serves one layer, or is one of the caches that do."""
 
     layer: int
     used: str  # the method, or the class that the model made
@@ -36,7 +37,7 @@ class LayerReport:
 
 
 class Report(list[LayerReport]):
-    """One row a layer; prints as a table."""
+    """One row a cache, several for a layer that has several; prints as a table."""
 
     def __str__(self) -> str:
         head = ("layer", "used", "tokens", "bytes", "left as it is because")
@@ -46,7 +47,7 @@ class Report(list[LayerReport]):
 
 def report(caches: Iterable[Any]) -> Report:
     """What serves each layer, why the others were left alone, and what all of them hold."""
-    return Report(_layer_report(layer, cache) for layer, cache in enumerate(caches))
+    return Report(_layer_report(layer, cache) for layer, entry in enumerate(caches) for cache in members(entry))
 
 
 def _layer_report(layer: int, cache: Any) -> LayerReport:

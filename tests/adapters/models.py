@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 import vq_functional as vq
 from vq_adapters import TransformKVCache
+from vq_adapters.entries import changed
 from vq_adapters.group import LayerGroup
 from vq_functional.core.transform import Transform
 from vq_functional.core.tree import flatten
@@ -95,6 +97,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "block_auto_adjust_ff_dim": False,
         "block_ff_dim": 96,
         "full_attn_idxs": [1, 3],
+    },
+    "falcon_h1": {
+        **_SIZES,
+        "mamba_d_ssm": 64,
+        "mamba_d_head": 16,
+        "mamba_n_heads": 4,
+        "mamba_d_state": 16,
     },
 }
 
@@ -275,16 +284,21 @@ def hash_text(text: str) -> int:
 
 def in_place(caches: list[Any], transform: Transform, kind: type[TransformKVCache] = TransformKVCache) -> list[Any]:
     """The list with our cache in place of each plain KVCache; layers that are no whole stack stand alone."""
-    places = [place for place, cache in enumerate(caches) if type(cache) is KVCache]
+    count = sum(type(cache) is KVCache for cache in each(caches))
     layers, group = transform.layers if isinstance(transform, Stack) else 1, LayerGroup()
-    whole = len(places) // layers * layers
-    for index, place in enumerate(places):
-        if isinstance(transform, Stack) and index < whole:
-            caches[place] = kind(transform.member(index % layers))
-            caches[place].join(group, index)
-        else:
-            caches[place] = kind(ALONE.get(transform, transform))
-    return caches
+    whole, places = count // layers * layers, itertools.count()
+
+    def put(cache: Any) -> Any:
+        if type(cache) is not KVCache:
+            return cache
+        index = next(places)
+        if not isinstance(transform, Stack) or index >= whole:
+            return kind(ALONE.get(transform, transform))
+        made = kind(transform.member(index % layers))
+        made.join(group, index)
+        return made
+
+    return [changed(entry, put) for entry in caches]
 
 
 def cache_list(model: nn.Module, transform: Transform, kind: type[TransformKVCache] = TransformKVCache) -> list[Any]:
@@ -292,9 +306,14 @@ def cache_list(model: nn.Module, transform: Transform, kind: type[TransformKVCac
     return in_place(make_prompt_cache(model), transform, kind)
 
 
+def each(caches: Sequence[Any]) -> list[Any]:
+    """The caches of a list, those inside a CacheList one by one."""
+    return [cache for entry in caches for cache in getattr(entry, "caches", (entry,))]
+
+
 def ours(caches: Sequence[Any]) -> list[TransformKVCache]:
     """The caches of a list that are ours."""
-    return [cache for cache in caches if isinstance(cache, TransformKVCache)]
+    return [cache for cache in each(caches) if isinstance(cache, TransformKVCache)]
 
 
 def tokens(length: int, seed: int = 0) -> list[int]:

@@ -15,7 +15,7 @@ import pytest
 from architectures import FAMILIES, METAL_ONLY, NOT_COVERED, RELEASE, build_family, installed
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, make_prompt_cache
-from models import VOCABULARY, ours, tokens
+from models import VOCABULARY, each, ours, tokens
 
 import vq_functional as vq
 from vq_adapters import (
@@ -29,6 +29,7 @@ from vq_adapters import (
     attention_hook,
     report,
 )
+from vq_adapters.entries import changed
 from vq_functional.core.errors import QuantizerConfigError
 
 # One method of each kind, with options under which nothing is given up or packed.
@@ -117,7 +118,11 @@ class Reordered(KVCache):
 
 def in_place_of(caches: Sequence[Any], kind: Any) -> list[Any]:
     """The model's own list with `kind` where `caches` has one of ours."""
-    return [kind(cache.transform) if isinstance(cache, TransformKVCache) else cache for cache in caches]
+
+    def other(cache: Any) -> Any:
+        return kind(cache.transform) if isinstance(cache, TransformKVCache) else cache
+
+    return [changed(entry, other) for entry in caches]
 
 
 def fresh(model: nn.Module, kind: Any) -> list[Any]:
@@ -159,7 +164,7 @@ def left_alone(model: nn.Module) -> dict[str, str]:
 def may_evict(model: nn.Module) -> bool:
     """Whether attention treats rows as a set, and nobody looks at them once a call has ended."""
     caches = fresh(model, lambda _: Reordered())
-    replaced = [cache for cache in caches if isinstance(cache, Reordered)]
+    replaced = [cache for cache in each(caches) if isinstance(cache, Reordered)]
     leaves: Any = tree_flatten(model.parameters())
     sinks = any(path.endswith("sinks") for path, _ in leaves)
     for cache in replaced:
@@ -227,7 +232,8 @@ def first_rows(model: nn.Module) -> list[mx.array]:
     caches = fresh(model, lambda _: KVCache())
     logits_of(model, caches, CALLS[:1])
     marks = KVCacheBuilder.for_model(model, CODED)
-    return [cache.state[0] for cache, mark in zip(caches, marks, strict=True) if isinstance(mark, TransformKVCache)]
+    pairs = zip(each(caches), each(marks), strict=True)
+    return [cache.state[0] for cache, mark in pairs if isinstance(mark, TransformKVCache)]
 
 
 def check_logits(model: nn.Module, own: mx.array) -> None:
@@ -342,7 +348,7 @@ def test_the_page_has_each_family_once_and_every_reason() -> None:
         assert f"| `{family}` | {reason} |" in lines
 
 
-@pytest.mark.parametrize("family", ["deepseek_v41", "gear", "llama4", "falcon_h1", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["deepseek_v41", "gear", "llama4", "falcon_h1", "longcat_flash", "deepseek_v3"])
 def test_the_page_explains_every_class_that_is_left_alone(family: str) -> None:
     for name, reason in left_alone(build_family(family)).items():
         assert f"| `{name}` | {reason} |" in PAGE.read_text().splitlines()

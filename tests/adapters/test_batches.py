@@ -142,7 +142,9 @@ def test_a_finished_request_goes_on_beside_a_fresh_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["h2o", "kivi"])
-@pytest.mark.parametrize("architecture", ["qwen3", "phi3", "gpt_oss", "gemma3_text", "deepseek_v3", "lfm2"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen3", "phi3", "gpt_oss", "gemma3_text", "deepseek_v3", "lfm2", "falcon_h1"]
+)
 def test_other_architectures_in_batches(architecture: str, name: str) -> None:
     model = shared(architecture)
     prompts = [tokens(length, seed) for seed, length in enumerate((5, 39, 20))]

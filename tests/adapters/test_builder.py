@@ -278,6 +278,20 @@ class TestForModel:
         assert [type(cache) for cache in caches] == [mlx_cache.ArraysCache, H2OKVCache] * 2
         mx.eval(run(model, caches))
 
+    def test_recurrent_states_beside_keys_and_values_stay_in_their_layers(self):
+        model = build("falcon_h1")
+        caches = KVCacheBuilder.for_model(model, H2O)
+        assert [[type(cache) for cache in entry.caches] for entry in caches] == [
+            [mlx_cache.ArraysCache, H2OKVCache]
+        ] * 2
+        assert [(row.layer, row.used) for row in report(caches)] == [
+            (0, "ArraysCache"),
+            (0, "h2o"),
+            (1, "ArraysCache"),
+            (1, "h2o"),
+        ]
+        mx.eval(run(model, caches))
+
     def test_caches_and_layers_need_not_match(self):
         """Later layers of gemma4 share the keys of earlier ones."""
         model = build("gemma4_text")
@@ -304,9 +318,11 @@ class TestForModel:
         assert [type(cache) for cache in caches] == [mlx_cache.KVCache, H2OKVCache]
         assert report(caches)[0].reason.startswith("plain: latent attention")
 
-    def test_several_caches_in_a_layer_are_left_alone(self, monkeypatch):
+    @pytest.mark.parametrize("inner", [1, 2, 3])
+    def test_lists_are_left_alone_that_hold_only_keys_and_values(self, monkeypatch, inner):
+        """Where some layers have an indexer, the others have a list of one."""
         model = build("llama")
-        both = mlx_cache.CacheList(mlx_cache.KVCache(), mlx_cache.KVCache())
+        both = mlx_cache.CacheList(*(mlx_cache.KVCache() for _ in range(inner)))
         monkeypatch.setattr(type(model), "make_cache", lambda self: [both, mlx_cache.KVCache()], raising=False)
         caches = KVCacheBuilder.for_model(model, H2O)
         assert caches[0] is both

@@ -69,7 +69,7 @@ class TestRoundTrip:
         assert [cache.transform for cache in back] == [cache.transform for cache in caches]
         assert mx.array_equal(run(model, back, 40, 5), run(model, caches, 40, 5))
 
-    @pytest.mark.parametrize("architecture", ["gemma3_text", "lfm2", "gemma4_text"])
+    @pytest.mark.parametrize("architecture", ["gemma3_text", "lfm2", "gemma4_text", "falcon_h1"])
     def test_beside_caches_of_mlx_lm(self, architecture, tmp_path):
         model, caches = filled(architecture)
         assert any(not isinstance(cache, TransformKVCache) for cache in caches)

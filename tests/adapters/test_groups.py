@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import KVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
-from models import CHUNK, FunctionalCache, build, feed, forced, greedy, log_probabilities, ours, tokens
+from models import CHUNK, FunctionalCache, build, each, feed, forced, greedy, log_probabilities, ours, tokens
 
 import vq_functional as vq
 from vq_adapters import (
@@ -750,7 +750,7 @@ def kvzip_list(model: nn.Module, budget: int = BUDGET, n_sink: int = 2) -> list[
 
 @HOOKED
 @pytest.mark.parametrize(("chunk", "instruction"), [(2048, ()), (16, ()), (60, (5, 6, 7)), (7, [1])], ids=str)
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "lfm2", "gemma4_text"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "lfm2", "gemma4_text", "falcon_h1"])
 def test_the_pass_leaves_no_row_behind(architecture: str, chunk: int, instruction: Any, hooked: bool) -> None:
     model, prompt = build(architecture), mx.array(tokens(60))
     caches, plain = kvzip_list(model), make_prompt_cache(model)
@@ -758,7 +758,7 @@ def test_the_pass_leaves_no_row_behind(architecture: str, chunk: int, instructio
     with hook(model, hooked):
         logits = kvzip_prefill(model, caches, prompt, chunk=chunk, instruction=instruction)
     assert logits.shape == (1, 96) and mx.allclose(logits[0], want[-1], atol=2e-3)
-    for cache, other in zip(caches, plain):
+    for cache, other in zip(each(caches), each(plain)):
         assert getattr(cache, "offset", 60) == getattr(other, "offset", 60)
         if isinstance(cache, TransformKVCache):
             assert (cache.size(), cache.keys.shape[2], cache.offset) == (BUDGET, BUDGET, 60)
@@ -770,7 +770,7 @@ def test_the_pass_leaves_no_row_behind(architecture: str, chunk: int, instructio
 
 @HOOKED
 @pytest.mark.parametrize("budget", [60, 200])
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "lfm2", "gemma4_text"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "lfm2", "gemma4_text", "falcon_h1"])
 def test_with_room_for_the_whole_prompt_it_is_a_plain_cache(architecture: str, budget: int, hooked: bool) -> None:
     model, caches = build(architecture), kvzip_list(build(architecture), budget=budget)
     plain = make_prompt_cache(model)

@@ -198,7 +198,7 @@ def test_half_precision_survives_a_file(name: str, dtype: mx.Dtype, tmp_path: Pa
     assert loaded[0].keys.dtype == dtype
 
 
-@pytest.mark.parametrize("architecture", ["gemma3_text", "gpt_oss", "lfm2"])
+@pytest.mark.parametrize("architecture", ["gemma3_text", "gpt_oss", "lfm2", "falcon_h1"])
 def test_files_hold_other_kinds_of_caches_too(architecture: str, tmp_path: Path) -> None:
     caches, file = filled("h2o", architecture), str(tmp_path / "prompt.safetensors")
     save_prompt_cache(file, caches)

@@ -435,6 +435,52 @@ def test_saved_caches_go_on(family: str, model: nn.Module, method: Transform, tm
         assert mx.array_equal(model.language_model(mx.array([[token]]), cache=loaded).logits, expected).item()
 
 
+class TestCacheLists:
+    """A model of text alone whose layers have a recurrent state beside keys and values."""
+
+    @pytest.fixture(scope="class")
+    def falcon(self) -> nn.Module:
+        mx.random.seed(0)
+        module = importlib.import_module("mlx_vlm.models.falcon_h1")
+        sizes = {"head_dim": 32, "mamba_d_ssm": 64, "mamba_d_head": 16, "mamba_n_heads": 4, "mamba_d_state": 16}
+        model = module.Model(module.ModelConfig(**{**_TEXT, **sizes}))
+        mx.eval(model.parameters())
+        return model.eval()
+
+    @pytest.mark.parametrize("name", LOSSLESS)
+    def test_rows_of_unequal_length(self, falcon: nn.Module, name: str) -> None:
+        prompts = [tokens(length, length) for length in (20, 27)]
+        rows = [(ids, {"inputs_embeds": falcon.language_model.model.embed_tokens(mx.array([ids]))}) for ids in prompts]
+        expected = batched(falcon, rows, (3, COUNT))
+        serve(falcon, LOSSLESS[name])
+        assert batched(falcon, rows, (3, COUNT)) == expected
+        del falcon.language_model.make_cache
+
+    @pytest.mark.parametrize("name", LOSSY)
+    def test_saved_caches_go_on(self, falcon: nn.Module, name: str, tmp_path: Any) -> None:
+        caches = KVCacheBuilder.for_model(falcon, LOSSY[name])
+        assert [row.used for row in report(caches)] == ["ArraysCache", name] * 2
+        with attention_hook(falcon):
+            falcon.language_model(mx.array([tokens(40)]), cache=caches)
+        save(tmp_path / "caches", caches)
+        loaded = load(tmp_path / "caches")
+        assert type(loaded[0]) is vlm_cache.CacheList
+        for token in (5, 17, 42):
+            expected = falcon.language_model(mx.array([[token]]), cache=caches).logits
+            assert mx.array_equal(falcon.language_model(mx.array([[token]]), cache=loaded).logits, expected).item()
+
+    @pytest.mark.parametrize(
+        ("family", "rule"), [("inkling", "positions from the number"), ("zaya1_vl", "padding from the number")]
+    )
+    def test_a_family_that_counts_rows_keeps_them_all(self, falcon: nn.Module, family: str, rule: str) -> None:
+        kind = type("Other", (type(falcon.language_model),), {"__module__": f"mlx_vlm.models.{family}.language"})
+        other = copy.copy(falcon.language_model)
+        object.__setattr__(other, "__class__", kind)
+        with pytest.raises(QuantizerConfigError, match=rf"h2o: `model` must keep all rows: .* {rule}"):
+            KVCacheBuilder.for_model(other, LOSSY["h2o"])
+        assert ours(KVCacheBuilder.for_model(other, LOSSY["kivi"]))
+
+
 class TestSpans:
     def test_of_a_prompt(self, family: str, model: nn.Module) -> None:
         rows = FAMILIES[family].rows

@@ -8,6 +8,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from vq_adapters.cache import TransformKVCache
 from vq_adapters.columns import columns
+from vq_adapters.entries import members
 from vq_adapters.reports import LayerReport, report
 
 WIDTH = 2  # bytes of a 16-bit number
@@ -15,16 +16,17 @@ WIDTH = 2  # bytes of a 16-bit number
 
 @attrs.frozen
 class Held:
-    """One layer: what serves it, and the bytes that 16 bits would take."""
+    """One cache of a layer: what it is, and the bytes that 16 bits would take."""
 
     row: LayerReport
     plain: int | None  # None where the cache doesn't tell
 
 
 def held(caches: Iterable[Any]) -> list[Held]:
-    """One entry a layer."""
-    caches = list(caches)
-    return [Held(row, _plain_bytes(cache, row)) for row, cache in zip(report(caches), caches, strict=True)]
+    """One entry a row of the report."""
+    entries = list(caches)
+    flat = [cache for entry in entries for cache in members(entry)]
+    return [Held(row, _plain_bytes(cache, row)) for row, cache in zip(report(entries), flat, strict=True)]
 
 
 def totals(layers: Iterable[Held]) -> tuple[int, int]:
