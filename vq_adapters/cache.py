@@ -93,8 +93,8 @@ class TransformKVCache(BatchedState):
         self._call = None
         if first and self.observers:
             tell_queries(self, queries)
-        if first and self._uneven and isinstance(mask, mx.array):
-            mask = own_mask(self, queries.shape[2])
+        if first and isinstance(mask, mx.array) and (self._uneven or mask.shape[-1] != keys.shape[2]):
+            mask = own_mask(self, queries.shape[2])  # another layer's, or cut by the model
         out = self._finish(queries, scale) if first and mask is None and sinks is None else None
         if out is None:
             if first and sinks is None and queries.shape[2] <= FEW and self.transform.coded:

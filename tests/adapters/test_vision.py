@@ -393,6 +393,48 @@ class TestBatches:
         assert left == [[], *alone]
 
 
+class TestCutMasks:
+    """qwen3_vl_moe cuts masks to the number of tokens; ours may have more columns."""
+
+    @pytest.fixture(scope="class")
+    def moe(self) -> nn.Module:
+        mx.random.seed(0)
+        module = importlib.import_module("mlx_vlm.models.qwen3_vl_moe")
+        text = module.TextConfig(
+            **_TEXT,
+            model_type="qwen3_vl_moe_text",
+            head_dim=16,
+            num_experts=2,
+            num_experts_per_tok=1,
+            moe_intermediate_size=32,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+            max_position_embeddings=4096,
+            rope_theta=1e4,
+            rope_scaling={"type": "mrope", "mrope_section": [2, 3, 3]},
+        )
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64, "num_heads": 2, "patch_size": 4}
+        vision = module.VisionConfig(depth=1, **sizes)
+        model = module.Model(module.ModelConfig(text, vision, "qwen3_vl_moe", vocab_size=VOCABULARY))
+        mx.eval(model.parameters())
+        return model.eval()
+
+    @pytest.mark.parametrize("way", WAYS[1:])
+    @pytest.mark.parametrize("name", LOSSLESS)
+    def test_with_the_hook_rows_may_be_unequal(self, moe: nn.Module, name: str, way: str) -> None:
+        rows = []
+        for length in (20, 38):
+            ids = mx.array([tokens(length, length)])
+            forget(moe)
+            features = moe.get_input_embeddings(ids, None, mask=mx.ones_like(ids)).to_dict()
+            rows.append((ids[0].tolist(), {key: x for key, x in features.items() if x is not None}))
+        expected = batched(moe, rows, (3, COUNT))
+        serve(moe, LOSSLESS[name])
+        with hook(moe, way):
+            assert batched(moe, rows, (3, COUNT)) == expected
+        del moe.language_model.make_cache
+
+
 class TestReuse:
     """The second prompt goes on where the first one ends."""
 
