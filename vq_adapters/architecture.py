@@ -15,6 +15,7 @@ from vq_adapters.entries import is_plain, members
 from vq_functional.core.errors import check
 from vq_functional.core.shard import WHOLE, Shard
 from vq_functional.core.spec import FLOATS, KVSpec
+from vq_functional.core.stage import Stage
 from vq_functional.core.transform import Transform
 
 _ATTENTION = ("self_attn", "attn", "attention")
@@ -76,15 +77,15 @@ def layers_of(model: nn.Module, count: int) -> list[nn.Module]:
     return layers if len(layers) == count else [model] * count
 
 
-def stage_of(model: nn.Module, own: int) -> tuple[int, int, int]:
-    """The number of the first layer here, and of replaced layers before it and in all, for `own` of them here.
+def stage_of(model: nn.Module, own: int) -> tuple[int, Stage]:
+    """The number of the first layer here, and the place of the `own` layers here among all that are replaced.
 
     In a pipeline a process holds a part of the layers; the rest is known from a blank model of the same kind, whose
     weights are never computed.
     """
     stage = next((module for module in model.modules() if getattr(module, "pipeline_size", 1) > 1), None)
     if stage is None:
-        return 0, 0, own
+        return 0, Stage(0, own, own)
     drawn: Any = mx.random.state
     high, low = drawn[0].tolist()
     kind: Any = type(model)
@@ -92,7 +93,8 @@ def stage_of(model: nn.Module, own: int) -> tuple[int, int, int]:
     mx.random.seed(high << 32 | low)  # as if it had drawn no numbers
     caches = own_caches(whole)
     replaced = [replaceable(entry, layer) for entry, layer in zip(caches, layers_of(whole, len(caches)), strict=True)]
-    return stage.start_idx, sum(replaced[: stage.start_idx]), sum(replaced)
+    before = sum(replaced[: stage.start_idx])
+    return stage.start_idx, Stage(before, own, sum(replaced), stage.pipeline_size)
 
 
 def replaceable(entry: Any, layer: nn.Module) -> bool:

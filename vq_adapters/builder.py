@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -38,9 +39,11 @@ from vq_functional.core.errors import check
 from vq_functional.core.policy import Policy
 from vq_functional.core.shard import sharded
 from vq_functional.core.spec import KVSpec
+from vq_functional.core.stage import Stage
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.crosslayer.stack import Stack
+from vq_functional.evict.engine import Evicting
 
 # Methods that also have the per-vector API.
 STANDALONE_METHODS = frozenset(VECTOR_CLASSES)
@@ -183,7 +186,8 @@ class KVCacheBuilder:
         caches = own_caches(model)
         layers = layers_of(model, len(caches))
         places = _places(model, caches, layers)
-        first, before, count = stage_of(model, len(places))
+        first, stage = stage_of(model, len(places))
+        before, count = stage.before, stage.count
         configs = configs if isinstance(config, (list, tuple)) else configs * count
         rule = f"must have one entry for each of the {count} layers that are replaced"
         check(len(configs) == count, "for_model", "config", rule, config)
@@ -194,7 +198,7 @@ class KVCacheBuilder:
             specs.append(spec)
             _check_stack(one, specs[index - stacked[1] :])
             layer = Layer(index, count, first + place, spec, its, rope_of(attention), *stacked, before)
-            made.append(_layer_cache(one, layer, attention))
+            made.append(_layer_cache(one, layer, attention, stage))
             caches[place] = _with(caches[place], made[-1])
         _join(made)
         for cache in made:
@@ -298,7 +302,9 @@ def _check_stack(config: Config, specs: Sequence[KVSpec | None]) -> None:
     check(len(unlike) < 2, name, "model", rule, [(spec.kv_heads, spec.key_dim) for spec in specs if spec is not None])
 
 
-def _layer_cache(config: KVCacheConfig | Transform, layer: Layer, attention: nn.Module | None) -> TransformKVCache:
+def _layer_cache(
+    config: KVCacheConfig | Transform, layer: Layer, attention: nn.Module | None, stage: Stage
+) -> TransformKVCache:
     if isinstance(config, Stack) and layer.stack > 1:
         config = config.member(layer.member)
     cache = TransformKVCache(config) if isinstance(config, Transform) else _one_layer(config.for_layer(layer))
@@ -306,6 +312,9 @@ def _layer_cache(config: KVCacheConfig | Transform, layer: Layer, attention: nn.
     shard = shard_of(attention)
     if shard.size > 1:
         cache.transform = sharded(cache.transform, shard)
+    if stage.size > 1 and isinstance(cache.transform, Evicting) and cache.transform.agrees:
+        stage.check_processes(cache.transform.name)
+        cache.transform = attrs.evolve(cache.transform, stage=stage)
     if layer.spec is not None:
         # Refuses a head size at once, and makes the tables in this thread.
         cache.transform.init_state(layer.spec)

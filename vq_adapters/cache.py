@@ -184,7 +184,7 @@ class TransformKVCache(BatchedState):
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """The rows that are held, in token order: after an evicting call fewer than that call returned."""
-        self._settle()
+        self._settle_in_a_model()
         check(self._state is not None, self.transform.name, "keys", "are there only after an update", None)
         return self.transform.read(
             self.transform.ordered(self._whole_state()), self._fills[0] if self._uniform() else None

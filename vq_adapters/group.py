@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from vq_functional.core.stage import ALONE, Stage
 from vq_functional.core.transform import Transform
+from vq_functional.core.tree import flatten
 from vq_functional.evict.engine import Evicting
 
 if TYPE_CHECKING:
@@ -71,14 +73,22 @@ class LayerGroup:
         """What a layer told; None before."""
         return self._told.get(layer)
 
-    def agreed(self, layer: int, agree: Callable[[Sequence[float]], list[int]]) -> list[int]:
-        """The layer's budgets, one a batch row: by `agree` from what all layers have told. Reads back once."""
+    def agreed(self, layer: int, agree: Callable[[Sequence[float]], list[int]], stage: Stage = ALONE) -> list[int]:
+        """The layer's budgets, one a batch row: by `agree` from what all layers have told. Reads back once.
+
+        In a pipeline the first layer that asks waits for the other processes.
+        """
         if self._agreed is None:
             layers = sorted(self._told)
-            rows: Any = mx.stack([self._told[one] for one in layers], axis=1).tolist()
-            budgets = [agree(row) for row in rows]
+            told = mx.stack([self._told[one] for one in layers], axis=1)
+            rows: Any = stage.gathered(told, self._leaves()).tolist()
+            budgets = [stage.part(agree(row)) for row in rows]
             self._agreed = {one: [row[place] for row in budgets] for place, one in enumerate(layers)}
         return self._agreed[layer]
+
+    def _leaves(self) -> list[mx.array]:
+        """All that the layers hold."""
+        return [leaf for cache in self.members() for leaf in flatten(cache._state)[0]]
 
     def hand_on(self, layer: int, tokens: list[int], chosen: Any) -> None:
         """What the leading `layer` chose in the call that brought the batch rows to so many `tokens`."""

@@ -92,13 +92,24 @@ class SettlingState(CountedState):
         self._waits = True
 
     def _settle(self, queries: mx.array | None = None) -> None:
-        """End the last call by its real queries, or by its keys when nobody handed any over."""
-        if self._unsettled is not None:
-            self._end_call(self._unsettled, queries)
+        """End the last call by its real queries, or by its keys when nobody handed any over; layers then agree."""
+        self._end_last_call(queries)
         if self._waits and queries is None and self._group is not None:
             self._waits = False
-            agreed = zip(self._fills, self._group.agreed(self._layer, self._evicting.policy.agree), strict=True)
+            policy, stage = self._evicting.policy, self._evicting.stage
+            agreed = zip(self._fills, self._group.agreed(self._layer, policy.agree, stage), strict=True)
             self.compact([fill.limit or budget for fill, budget in agreed])
+
+    def _settle_in_a_model(self) -> None:
+        """`_settle` for who may look while a model still runs: it can't wait for other processes then."""
+        if self._waits and self._evicting.stage.size > 1:
+            self._end_last_call()
+        else:
+            self._settle()
+
+    def _end_last_call(self, queries: mx.array | None = None) -> None:
+        if self._unsettled is not None:
+            self._end_call(self._unsettled, queries)
 
     def _finish(self, queries: mx.array, scale: float) -> mx.array | None:
         """End the call of a single token and attend in the same step; None where that can't be one."""
@@ -163,7 +174,7 @@ class SettlingState(CountedState):
 
     def _tie(self, value: mx.array) -> None:
         """Keep `value` in the graph of whatever reads the state next."""
-        self._settle()
+        self._settle_in_a_model()
         self._state = map_leaves(lambda leaf: mx.depends([leaf], [value])[0], self._state)
 
     def _fresh(self, way: Hashable) -> Self:

@@ -16,6 +16,7 @@ from vq_functional.core.errors import check
 from vq_functional.core.jit import jit
 from vq_functional.core.policy import Picked, Policy, Scene
 from vq_functional.core.spec import KVSpec
+from vq_functional.core.stage import ALONE, Stage
 from vq_functional.core.store import HeldRows, RowStore, start_offset
 from vq_functional.core.transform import Fill, Transform, check_group
 from vq_functional.core.tree import map_leaves
@@ -59,6 +60,8 @@ class Evicting(Transform):
     sheds: bool = attrs.field(default=True, kw_only=True)
     # False only for the end of a call that changes nothing of what the policy carries.
     learns: bool = attrs.field(default=True, kw_only=True)
+    # The layers here that agree with those of other processes.
+    stage: Stage = attrs.field(default=ALONE, kw_only=True)
     trimmable = False
     evicts = True
 
