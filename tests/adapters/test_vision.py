@@ -4,20 +4,26 @@ import contextlib
 import copy
 import importlib
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
+from mlx_vlm import prepare_inputs
 from mlx_vlm.apc import APCManager
-from mlx_vlm.generate import PromptCacheState, generate_step, stream_generate
+from mlx_vlm.generate import PromptCacheState, generate, generate_step, stream_generate
 from mlx_vlm.generate.ar import BatchGenerator
 from mlx_vlm.models import cache as vlm_cache
+from mlx_vlm.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from mlx_vlm.tokenizer_utils import NaiveStreamingDetokenizer
 from mlx_vlm.utils import StoppingCriteria
 from models import SMALL, ours, tokenizer, tokens
+from PIL import Image
+from transformers import Qwen2VLImageProcessor
 
 import vq_functional as vq
 from vq_adapters import (
@@ -475,6 +481,49 @@ def test_saved_caches_go_on(family: str, model: nn.Module, method: Transform, tm
     for token in (5, 17, 42):
         expected = model.language_model(mx.array([[token]]), cache=caches).logits
         assert mx.array_equal(model.language_model(mx.array([[token]]), cache=loaded).logits, expected).item()
+
+
+class TestProcessors:
+    """A picture and words, through a processor of mlx_vlm as it comes."""
+
+    @pytest.fixture(scope="class")
+    def words_and_pictures(self) -> Qwen2VLProcessor:
+        words = tokenizer()
+        words.pad_token = words.eos_token
+        words.image_token, words.image_token_id = f"t{IMAGE} ", IMAGE
+        words.video_token, words.video_token_id = f"t{VIDEO} ", VIDEO
+        words.stopping_criteria = StoppingCriteria([VOCABULARY], words)
+        pictures = Qwen2VLImageProcessor(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024})
+        made = Qwen2VLProcessor(pictures, words)
+        made.detokenizer = NaiveStreamingDetokenizer(words)
+        return made
+
+    @pytest.fixture
+    def given(self, tmp_path: Path) -> dict[str, Any]:
+        image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (20, 30, 3), np.uint8))
+        image.save(tmp_path / "picture.png")
+        words = [f"t{token}" for token in tokens(60) if token < IMAGE]
+        text = " ".join([*words[:30], f"t{START}", f"t{IMAGE}", f"t{END}", *words[30:]])
+        return {"prompt": text, "image": str(tmp_path / "picture.png"), "max_tokens": COUNT}
+
+    def test_generate(self, qwen: nn.Module, words_and_pictures: Qwen2VLProcessor, given: dict[str, Any]) -> None:
+        expected = generate(qwen, words_and_pictures, **given)
+        caches = KVCacheBuilder.for_model(qwen, LOSSLESS["kivi"])
+        got = generate(qwen, words_and_pictures, **given, prompt_cache=caches)
+        assert (got.text, got.prompt_tokens) == (expected.text, expected.prompt_tokens)
+        assert caches[0].offset == got.prompt_tokens + COUNT
+
+    def test_images_stay(self, qwen: nn.Module, words_and_pictures: Qwen2VLProcessor, given: dict[str, Any]) -> None:
+        image, index = given.pop("image"), getattr(qwen.config, "image_token_index", None)
+        inputs = prepare_inputs(words_and_pictures, images=[image], prompts=given["prompt"], image_token_index=index)
+        spans = image_spans(qwen, inputs["input_ids"])
+        assert spans == [(30, 39)]  # 8 rows, and the token that begins them
+        options = H2OOptions(h2o_budget=24, h2o_n_sink=2, h2o_grace=4, h2o_protect=spans)
+        caches = KVCacheBuilder.for_model(qwen, KVCacheConfig(method="h2o", options=options))
+        inputs["mask"] = inputs.pop("attention_mask", None)
+        generate(qwen, words_and_pictures, **given, prompt_cache=caches, **inputs)
+        for cache in caches:
+            assert all(set(range(30, 39)) <= held and len(held) == 24 for held in positions(cache))
 
 
 class TestCacheLists:
