@@ -14,7 +14,7 @@ from vq_adapters.sharing import SharingState
 from vq_functional.core.errors import check
 from vq_functional.core.spec import KVSpec, Layout
 from vq_functional.core.transform import Fill, Transform
-from vq_functional.core.tree import flatten, map_leaves
+from vq_functional.core.tree import leaves_of, map_leaves
 
 
 class BatchedState(SharingState):
@@ -60,7 +60,7 @@ class BatchedState(SharingState):
         if state is not None and single._fills[0].tokens > 0:
             row = mx.array([index], mx.int32)  # a slice would keep the rows of all others alive
             single._state = map_leaves(lambda leaf: leaf[row], state)
-            mx.async_eval(flatten(single._state)[0])  # and so would a copy that nobody has made yet
+            mx.async_eval(leaves_of(single._state))  # and so would a copy that nobody has made yet
         return single
 
     def prepare(

@@ -14,7 +14,7 @@ from vq_adapters.steps import steps
 from vq_adapters.tagged import TaggedArray, tag
 from vq_functional.core.errors import check
 from vq_functional.core.transform import Transform
-from vq_functional.core.tree import flatten, nbytes
+from vq_functional.core.tree import leaves_of, nbytes
 from vq_functional.ops.attention import Mask, rescaled
 
 FEW = 8  # up to so many queries attention reads codes; more are cheaper over vectors
@@ -73,7 +73,7 @@ class TransformKVCache(BatchedState):
         if watch is not None:
             watch.tell(keys, values, held_keys, held_values)
         self._call = object()
-        held_keys = mx.depends([held_keys], list(flatten(self._state)[0]))[0]
+        held_keys = mx.depends([held_keys], leaves_of(self._state))[0]
         return tag(held_keys, self, "k", self._call), tag(held_values, self, "v", self._call)
 
     def attend(
@@ -103,7 +103,7 @@ class TransformKVCache(BatchedState):
                 out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
             if first and (self.transform.evicts or self.transform.observes or queries.shape[2] > FEW):
                 self._settle(rescaled(queries, scale))
-        return mx.depends([out], list(flatten(self._state)[0]))[0]
+        return mx.depends([out], leaves_of(self._state))[0]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None, **_: Any) -> Mask:
         """Mask of the coming call of `N` tokens, as wide as what that call will return."""

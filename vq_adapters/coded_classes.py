@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from vq_adapters.method_cache import FULL_SEQ_BYTES, MethodKVCache, ratio, row_of_batch
 from vq_functional.core.transform import Transform
-from vq_functional.core.tree import flatten
+from vq_functional.core.tree import leaves_of
 from vq_functional.quantize.blocks import Blocks
 
 # What is held of them is `compressed_value_bytes`.
@@ -65,7 +65,7 @@ class PackedKVCache(CodedKVCache):
         """Bytes of "keys" or "values" in codes, or of the first `arrays` that hold them."""
         if self._state is None:
             return 0
-        held, columns = flatten(getattr(self._state, side).rows)[0][:arrays], self.transform.capacity(self._state)
+        held, columns = leaves_of(getattr(self._state, side).rows)[:arrays], self.transform.capacity(self._state)
         room = sum(row_of_batch(x) for x in held)
         return sum(room * fill.coded // columns for fill in self._counts_now())
 

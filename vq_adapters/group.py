@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from vq_functional.core.stage import ALONE, Stage
 from vq_functional.core.transform import Transform
-from vq_functional.core.tree import flatten
+from vq_functional.core.tree import leaves_of
 from vq_functional.evict.engine import Evicting
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class LayerGroup:
 
     def _leaves(self) -> list[mx.array]:
         """All that the layers hold."""
-        return [leaf for cache in self.members() for leaf in flatten(cache._state)[0]]
+        return [leaf for cache in self.members() for leaf in leaves_of(cache._state)]
 
     def hand_on(self, layer: int, tokens: list[int], chosen: Any) -> None:
         """What the leading `layer` chose in the call that brought the batch rows to so many `tokens`."""

@@ -15,7 +15,7 @@ from vq_adapters.entries import changed, ours
 from vq_adapters.hook import attention_hook, can_hook
 from vq_adapters.tagged import TaggedArray, tag
 from vq_functional.core.errors import check, check_int
-from vq_functional.core.tree import flatten
+from vq_functional.core.tree import leaves_of
 from vq_functional.evict.kvzip import KVzipPolicy, score_pass
 from vq_functional.ops.attention import Mask
 
@@ -76,7 +76,7 @@ def _repeat(
     listening = [changed(entry, stand_in) for entry in caches]
     with attention_hook(model):
         model(asked, cache=listening)
-    mx.eval([flatten(cache._state)[0] for cache in ours(caches) if _takes_part(cache)])
+    mx.eval([leaves_of(cache._state) for cache in ours(caches) if _takes_part(cache)])
 
 
 def _takes_part(cache: Any) -> bool:

@@ -16,7 +16,7 @@ import attrs
 import mlx.core as mx
 
 from vq_functional.core.errors import check
-from vq_functional.core.tree import flatten, nbytes
+from vq_functional.core.tree import leaves_of, nbytes
 from vq_functional.ops.vectors import TINY
 
 if TYPE_CHECKING:
@@ -60,13 +60,13 @@ class Watch:
         state, fill = cache._whole_state(), cache._fills[0] if cache._uniform() else None
         self._positions = cache.transform.positions_after(state, n, fill)
         self._tokens = state.offset
-        mx.eval(self._positions, flatten(state)[0])
+        mx.eval(self._positions, leaves_of(state))
         self._start = time.perf_counter()
 
     def tell(self, keys: mx.array, values: mx.array, keys_out: mx.array, values_out: mx.array) -> None:
         """Make the event of the call that took `keys` and `values` and gave back the others."""
         cache = self._cache
-        mx.eval(keys_out, values_out, flatten(cache._state)[0])
+        mx.eval(keys_out, values_out, leaves_of(cache._state))
         elapsed = (time.perf_counter() - self._start) * 1000
         arrays = {"keys": keys, "values": values, "keys_out": keys_out, "values_out": values_out}
         metadata = {**_named(cache), **arrays, "positions": self._positions, "tokens": self._tokens}

@@ -17,7 +17,7 @@ from vq_functional.core.describe import describe, restore
 from vq_functional.core.errors import QuantizerConfigError, check
 from vq_functional.core.spec import Layout
 from vq_functional.core.transform import Fill, Transform
-from vq_functional.core.tree import flatten, rebuild
+from vq_functional.core.tree import flatten, leaves_of, rebuild
 
 if TYPE_CHECKING:
     from vq_adapters.cache import TransformKVCache
@@ -30,7 +30,7 @@ def pack(cache: TransformKVCache) -> tuple[mx.array, ...]:
     """Description and leaves; never empty, since mlx_lm drops a layer without arrays."""
     counters = json.dumps(_counters(cache)).encode()
     text = b'{"transform": %b, %b' % (_description(cache.transform), counters.removeprefix(b"{"))
-    return (mx.array(np.frombuffer(text, np.uint8)), *flatten(cache._state)[0])
+    return (mx.array(np.frombuffer(text, np.uint8)), *leaves_of(cache._state))
 
 
 def _counters(cache: TransformKVCache) -> dict[str, Any]:

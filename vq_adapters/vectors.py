@@ -20,7 +20,7 @@ from vq_functional.core.spec import KVSpec
 from vq_functional.core.store import RowStore
 from vq_functional.core.table import Table
 from vq_functional.core.transform import Transform
-from vq_functional.core.tree import flatten, nbytes
+from vq_functional.core.tree import leaves_of, nbytes
 from vq_functional.evict.sliding_window import Ring
 from vq_functional.quantize.blocks import Blocks
 
@@ -121,7 +121,7 @@ class VectorKVCache(KVCache):
     def _take(self, k: mx.array, v: mx.array) -> None:
         check(k.dtype == v.dtype, self._name("append_value"), "v", f"must be {k.dtype} like its key", v.dtype)
         self._cache.update_and_fetch(k[None, None, None], v[None, None, None])
-        mx.eval(flatten(self._cache._settled_state())[0])
+        mx.eval(leaves_of(self._cache._settled_state()))
         self._dtype = v.dtype
 
     def _vector(self, call: str, field: str, x: Any) -> mx.array:

@@ -34,18 +34,24 @@ def rebuild(structure: Structure, leaves: Any) -> Any:
     return _restore(structure, iter(leaves))
 
 
+def leaves_of(tree: Any) -> list[mx.array]:
+    """The array leaves of a tree, in the order of `flatten`."""
+    leaves: list[mx.array] = []
+    _gather(tree, leaves)
+    return leaves
+
+
 def map_leaves(function: Callable[..., mx.array], *trees: Any) -> Any:
     """Apply `function` to the matching leaves of trees of one structure."""
     if len(trees) == 1:
-        leaves, structure = flatten(trees[0])
-        return rebuild(structure, map(function, leaves))
+        return _mapped(function, trees[0])
     columns, structures = zip(*(flatten(tree) for tree in trees), strict=True)
     return rebuild(structures[0], [function(*leaves) for leaves in zip(*columns, strict=True)])
 
 
 def nbytes(tree: Any) -> int:
     """Bytes of all arrays of a state: what is resident, never an estimate."""
-    return sum(leaf.nbytes for leaf in flatten(tree)[0])
+    return sum(leaf.nbytes for leaf in leaves_of(tree))
 
 
 def _collect(node: Any, leaves: list[mx.array]) -> Structure:
@@ -57,11 +63,46 @@ def _collect(node: Any, leaves: list[mx.array]) -> Structure:
     kind: Any = type(node)
     if isinstance(node, tuple):
         return (kind, tuple([_collect(child, leaves) for child in node]))
-    children = []
+    children: list[Structure] = []
     for name, static in _fields(kind):
         value = getattr(node, name)
-        children.append(("static", value) if static else _collect(value, leaves))
+        if static:
+            children.append(("static", value))
+        elif type(value) is mx.array:  # most are: a call less
+            leaves.append(value)
+            children.append("leaf")
+        else:
+            children.append(_collect(value, leaves))
     return (kind, tuple(children))
+
+
+def _gather(node: Any, leaves: list[mx.array]) -> None:
+    if isinstance(node, mx.array):
+        leaves.append(node)
+    elif isinstance(node, tuple):
+        for child in node:
+            _gather(child, leaves)
+    elif node is not None:
+        kind: Any = type(node)
+        for name, static in _fields(kind):
+            if not static:
+                _gather(getattr(node, name), leaves)
+
+
+def _mapped(function: Callable[[mx.array], mx.array], node: Any) -> Any:
+    if isinstance(node, mx.array):
+        return function(node)
+    if node is None:
+        return None
+    kind: Any = type(node)
+    if isinstance(node, tuple):
+        return _made(kind, [_mapped(function, child) for child in node])
+    fields = [(getattr(node, name), static) for name, static in _fields(kind)]
+    return kind(*[value if static else _mapped(function, value) for value, static in fields])
+
+
+def _made(kind: Any, parts: list[Any]) -> Any:
+    return tuple(parts) if kind is tuple else kind(*parts)  # a named tuple is made like an attrs object
 
 
 @functools.cache
@@ -80,5 +121,4 @@ def _restore(structure: Structure, leaves: Iterator[mx.array]) -> Any:
     kind, children = structure
     if kind == "static":
         return children
-    parts = [_restore(child, leaves) for child in children]
-    return tuple(parts) if kind is tuple else kind(*parts)  # a named tuple is made like an attrs object
+    return _made(kind, [_restore(child, leaves) for child in children])
