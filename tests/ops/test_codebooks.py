@@ -194,14 +194,19 @@ def test_uniform_density(levels: int) -> None:
     np.testing.assert_allclose(got, (2 * np.arange(levels) + 1) / levels - 1, atol=1e-3 / levels)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 8])
-def test_nearest_counts_the_boundaries_below(bits: int) -> None:
-    levels = sphere_codebook(64, bits)
+@pytest.mark.parametrize("dim", [64, 100_000])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8])
+def test_nearest_counts_the_boundaries_below(bits: int, dim: int) -> None:
+    """Exactly, also of numbers on a boundary and beside one: the boundaries become numbers of compiled code."""
+    levels = sphere_codebook(dim, bits)
     edges = boundaries(levels)
     np.testing.assert_allclose(np.array(edges), (np.array(levels)[1:] + np.array(levels)[:-1]) / 2, rtol=1e-6)
-    x = mx.concatenate([mx.random.normal((500,), key=mx.random.key(bits)) * 0.2, edges, levels, mx.array([-9.0, 9.0])])
+    exact = np.array(edges, np.float32)
+    beside = [np.nextafter(exact, np.float32(side)) for side in (-9, 9)]
+    drawn = np.array(mx.random.normal((500,), key=mx.random.key(bits))) * 0.2
+    x = mx.array(np.concatenate([drawn, exact, *beside, np.array(levels), [-9.0, 9.0]]).astype(np.float32))
     got = np.array(nearest(x, edges))
-    want = [sum(edge < number for edge in edges.tolist()) for number in x.tolist()]
+    want = [sum(edge < number for edge in edges) for number in x.tolist()]
     assert got.tolist() == want
     distance = np.abs(np.array(x)[:, None] - np.array(levels)[None])
     assert np.allclose(distance[np.arange(len(got)), got], distance.min(axis=1), atol=1e-7)

@@ -10,7 +10,7 @@ import attrs
 import mlx.core as mx
 import numpy as np
 
-from vq_functional.ops.codebooks import GRID, Floats, lloyd_max, nearest
+from vq_functional.ops.codebooks import GRID, Edges, Floats, lloyd_max, nearest
 from vq_functional.ops.packing import pack, unpack, words
 
 TABLE_BITS = 13  # of the largest table that levels are looked up in together: it stays in a core's cache
@@ -37,10 +37,11 @@ class AngleLevel:
     bits: int
     count: int
     start: int
-    edges: mx.array = attrs.field(init=False)  # float32 [2**bits - 1]
+    edges: Edges = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "edges", _table((self.angles[1:] + self.angles[:-1]) / 2))
+        middle = ((self.angles[1:] + self.angles[:-1]) / 2).astype(np.float32)
+        object.__setattr__(self, "edges", tuple(middle.tolist()))
 
     @property
     def words(self) -> slice:

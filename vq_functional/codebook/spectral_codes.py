@@ -10,7 +10,7 @@ import numpy as np
 
 from vq_functional.codebook.qjl import sketch_matrix
 from vq_functional.core.codec import Rows
-from vq_functional.ops.codebooks import GRID, boundaries, lloyd_max, sphere_codebook
+from vq_functional.ops.codebooks import GRID, Edges, boundaries, lloyd_max, nearest, sphere_codebook
 from vq_functional.ops.levels import POLYNOMIAL_BITS, levels_at, polynomial
 from vq_functional.ops.packing import WORD, pack_slices, unpack_slices, words
 from vq_functional.ops.rows import extend_last
@@ -25,18 +25,15 @@ class BlockCodes:
     first: int  # coordinates of the first block
     dim: int
     levels: mx.array  # float32 [blocks * 2**bits]
-    edges: mx.array  # float32 [blocks * (2**bits - 1)]: midpoints between neighbouring levels of a block
+    edges: tuple[Edges, ...]  # of each block
     tables: tuple[mx.array, ...]  # what `decode` makes levels of
 
     def encode(self, unit: mx.array) -> tuple[mx.array, mx.array]:
         """Codes uint32 [..., words] of the levels nearest to float32 `unit` [..., D], and these levels."""
-        count, later = 2**self.bits, (mx.arange(self.dim) >= self.first).astype(mx.uint32)
-        index, step = mx.zeros(unit.shape, mx.uint32), count // 2
-        while step:
-            edge = self.edges[index + later * (count - 1) + (step - 1)]
-            index = mx.where(unit > edge, index + step, index)
-            step //= 2
-        return pack_slices(index, self.bits), self.levels[index + later * count]
+        later = (mx.arange(self.dim) >= self.first).astype(mx.uint32)
+        blocks = zip(mx.split(unit, [self.first], axis=-1), self.edges)
+        index = mx.concatenate([nearest(block, edges) for block, edges in blocks], axis=-1)
+        return pack_slices(index, self.bits), self.levels[index + later * 2**self.bits]
 
     def decode(self, codes: mx.array, scales: mx.array) -> mx.array:
         """Float32 [..., D]: levels times the `scales` [..., 2] of their blocks."""
@@ -59,9 +56,9 @@ def block_codes(bits: int, first: int, dim: int, codebook: str) -> BlockCodes:
     if bits == 3:
         columns = [mx.broadcast_to(table[:, None], (len(table), size)) for table, size in zip(tables, sizes)]
         tables = [mx.concatenate(columns, axis=-1)]
-    every, edges = mx.concatenate(levels), mx.concatenate([boundaries(x) for x in levels])
-    mx.eval(tables, every, edges)
-    return BlockCodes(bits, first, dim, every, edges, tuple(tables))
+    every = mx.concatenate(levels)
+    mx.eval(tables, every)
+    return BlockCodes(bits, first, dim, every, tuple(map(boundaries, levels)), tuple(tables))
 
 
 @functools.lru_cache(maxsize=256)

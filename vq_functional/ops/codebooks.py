@@ -1,16 +1,20 @@
 """Lloyd-Max codebooks, solved once in float64 and kept."""
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Edges: TypeAlias = tuple[float, ...]
 
 GRID = 40_001
 TOLERANCE = 1e-10
 ROUNDS = 20_000
+MANY_EDGES = 64  # from so many on a search is faster than to compare with all
 
 
 @functools.lru_cache(maxsize=128)
@@ -74,13 +78,38 @@ def _settle(grid: Floats, mass: Floats, moment: Floats, centroids: Floats) -> tu
     return float(np.sum(cell * centroids**2)), centroids
 
 
-def boundaries(levels: mx.array) -> mx.array:
-    """Midpoints float32 [L-1] between neighbouring levels."""
-    return (levels[1:] + levels[:-1]) * 0.5
+def boundaries(levels: mx.array) -> Edges:
+    """Midpoints between the neighbouring of float32 `levels` [L], L - 1 of them."""
+    middle: Any = ((levels[1:] + levels[:-1]) * 0.5).tolist()
+    return tuple(middle)
 
 
-def nearest(x: mx.array, edges: mx.array) -> mx.array:
-    """Index uint32 of the cell of each number, by binary search over 2**bits - 1 `edges`."""
+def nearest(x: mx.array, edges: Edges) -> mx.array:
+    """Index uint32 of the cell of each number between 2**bits - 1 rising float32 `edges`: how many lie below it."""
+    return _cells(edges)(x)
+
+
+def count_below(x: mx.array, edges: Sequence[mx.array | float]) -> mx.array:
+    """How many of the edges lie below each number, uint32; sums in pairs are shallow enough to be fused."""
+    counts = [(x > edge).astype(mx.uint32) for edge in edges]
+    while len(counts) > 1:
+        paired = [one + other for one, other in zip(counts[::2], counts[1::2])]
+        counts = paired + counts[2 * len(paired) :]
+    return counts[0]
+
+
+@functools.lru_cache(maxsize=256)
+def _cells(edges: Edges) -> Callable[[mx.array], mx.array]:
+    """`nearest` in one pass where edges are few; they are numbers of the compiled code then."""
+    if len(edges) < MANY_EDGES:
+        return mx.compile(lambda x: count_below(x, edges))
+    table = mx.array(edges)
+    mx.eval(table)
+    return mx.compile(lambda x: _search(x, table))
+
+
+def _search(x: mx.array, edges: mx.array) -> mx.array:
+    """Index uint32 of the cell of each number, by binary search over 2**bits - 1 edges."""
     index = mx.zeros(x.shape, mx.uint32)
     step = (edges.shape[0] + 1) // 2
     while step:

@@ -7,6 +7,7 @@ import attrs
 import mlx.core as mx
 import numpy as np
 
+from vq_functional.ops.codebooks import count_below
 from vq_functional.ops.packing import pack_slices, unpack_slices
 from vq_functional.ops.scalar import ScalarCodes, scalar_codes
 
@@ -61,10 +62,7 @@ def _look_up(table: mx.array, index: mx.array) -> mx.array:
 def _count_below(count: int) -> Callable[[mx.array, mx.array], mx.array]:
     """How many of the first `count` edges lie below each number, in one fused pass."""
 
-    def below(y: mx.array, edges: mx.array) -> mx.array:
-        return functools.reduce(mx.add, [(y > edges[i]).astype(mx.uint32) for i in range(count)])
-
-    return mx.compile(below)
+    return mx.compile(lambda y, edges: count_below(y, [edges[i] for i in range(count)]))
 
 
 @functools.lru_cache(maxsize=8)

@@ -33,7 +33,7 @@ def levels_at(codes: mx.array, levels: mx.array, coefficients: mx.array | None, 
         return levels[unpack_slices(codes, bits, dim)]
     if WORD % bits == 0:
         return _levels_of_words(bits, dim)(codes, coefficients)
-    return _levels_of_numbers(bits)(unpack_slices(codes, bits, dim), coefficients)
+    return levels_of_numbers(bits)(unpack_slices(codes, bits, dim), coefficients)
 
 
 @functools.lru_cache(maxsize=64)
@@ -45,7 +45,8 @@ def _levels_of_words(bits: int, dim: int) -> Callable[[mx.array, mx.array], mx.a
 
 
 @functools.lru_cache(maxsize=8)
-def _levels_of_numbers(bits: int) -> Callable[[mx.array, mx.array], mx.array]:
+def levels_of_numbers(bits: int) -> Callable[[mx.array, mx.array], mx.array]:
+    """Levels float32 at codes of any shape, one a number, by the coefficients of `polynomial`."""
     return mx.compile(lambda codes, coefficients: _evaluate(codes.astype(mx.float32), coefficients, bits))
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import attrs
 import mlx.core as mx
 
-from vq_functional.ops.codebooks import boundaries, nearest
-from vq_functional.ops.levels import POLYNOMIAL_BITS, levels_at, polynomial
+from vq_functional.ops.codebooks import Edges, boundaries, nearest
+from vq_functional.ops.levels import POLYNOMIAL_BITS, levels_at, levels_of_numbers, polynomial
 from vq_functional.ops.packing import cut, pack_slices
 from vq_functional.ops.signs import GROUP, one_bit_kernels, pack_signs, sign_matmul, split_signs
 
@@ -18,11 +18,25 @@ class ScalarCodes:
     levels: mx.array  # float32 [2**bits], symmetric, rising
     bits: int
     dim: int
+    edges: Edges
+    coefficients: mx.array | None  # of the levels as a polynomial of the index, where that beats a table
+
+    def _derive(self) -> None:
+        """Set what follows from the levels."""
+        few = self.bits <= POLYNOMIAL_BITS
+        object.__setattr__(self, "edges", boundaries(self.levels))
+        object.__setattr__(self, "coefficients", polynomial(self.levels) if few else None)
 
     def encode(self, y: mx.array) -> tuple[mx.array, mx.array]:
         """Codes of the nearest levels, and these levels."""
-        index = nearest(y, boundaries(self.levels))
-        return self.pack(index), self.levels[index]
+        index = nearest(y, self.edges)
+        return self.pack(index), self._at(index)
+
+    def _at(self, index: mx.array) -> mx.array:
+        """Float32: levels at indices of any shape."""
+        if self.coefficients is None:
+            return self.levels[index]
+        return levels_of_numbers(self.bits)(index, self.coefficients)
 
     def pack(self, index: mx.array) -> mx.array:
         """Codes of the level indices [..., dim]."""
@@ -48,11 +62,11 @@ class LevelCodes(ScalarCodes):
     levels: mx.array
     bits: int
     dim: int
+    edges: Edges = attrs.field(init=False)
     coefficients: mx.array | None = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        few = self.bits <= POLYNOMIAL_BITS
-        object.__setattr__(self, "coefficients", polynomial(self.levels) if few else None)
+        self._derive()
 
     def pack(self, index: mx.array) -> mx.array:
         return pack_slices(index, self.bits)
@@ -72,9 +86,12 @@ class PlaneCodes(ScalarCodes):
     levels: mx.array
     bits: int
     dim: int
+    edges: Edges = attrs.field(init=False)
+    coefficients: mx.array | None = attrs.field(init=False)
     weights: mx.array = attrs.field(init=False)  # float32 [bits]
 
     def __attrs_post_init__(self) -> None:
+        self._derive()
         inner, outer = self.levels[2 ** (self.bits - 1)], self.levels[-1]
         weights = mx.stack([(inner + outer) / 2, (outer - inner) / 2])[: self.bits]
         mx.eval(weights)
