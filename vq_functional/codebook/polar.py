@@ -100,8 +100,7 @@ class PolarCoder(Coder):
         return 2 ** -(-(self.dim - 1).bit_length() // 2) if self.dtype == mx.float16 else 1
 
     def encode(self, x: mx.array) -> Rows:
-        x = x.astype(mx.float32)
-        length = norm(x)
+        length, x = norm(x), x.astype(mx.float32)
         radii, coded = self.rotation.apply(x / mx.maximum(length, TINY)), list[mx.array]()
         for level in self.levels:
             even, odd = radii[..., 0::2], radii[..., 1::2]

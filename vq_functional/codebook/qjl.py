@@ -75,8 +75,7 @@ class QJLCoder(Coder):
         return self.matrix.shape[0]
 
     def encode(self, x: mx.array) -> Rows:
-        x = x.astype(mx.float32)
-        return pack_signs(x @ self.matrix.T >= 0), norm(x)[..., 0].astype(mx.bfloat16)
+        return pack_signs(x.astype(mx.float32) @ self.matrix.T >= 0), norm(x)[..., 0].astype(mx.bfloat16)
 
     def decode(self, rows: Rows) -> mx.array:
         plane, length = rows

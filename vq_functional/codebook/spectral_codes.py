@@ -11,7 +11,7 @@ import numpy as np
 from vq_functional.codebook.qjl import sketch_matrix
 from vq_functional.core.codec import Rows
 from vq_functional.ops.codebooks import GRID, Edges, boundaries, lloyd_max, nearest, sphere_codebook
-from vq_functional.ops.levels import POLYNOMIAL_BITS, levels_at, polynomial
+from vq_functional.ops.levels import POLYNOMIAL_BITS, Coefficients, evaluated, levels_of_words, polynomial
 from vq_functional.ops.packing import WORD, pack_slices, unpack_slices, words
 from vq_functional.ops.rows import extend_last
 from vq_functional.ops.vectors import norm
@@ -26,7 +26,7 @@ class BlockCodes:
     dim: int
     levels: mx.array  # float32 [blocks * 2**bits]
     edges: tuple[Edges, ...]  # of each block
-    tables: tuple[mx.array, ...]  # what `decode` makes levels of
+    polynomials: tuple[Coefficients, ...]  # of each block, where these beat a table
 
     def encode(self, unit: mx.array) -> tuple[mx.array, mx.array]:
         """Codes uint32 [..., words] of the levels nearest to float32 `unit` [..., D], and these levels."""
@@ -37,7 +37,10 @@ class BlockCodes:
 
     def decode(self, codes: mx.array, scales: mx.array) -> mx.array:
         """Float32 [..., D]: levels times the `scales` [..., 2] of their blocks."""
-        return _decoder(self.bits, self.first, self.dim)(codes, scales.astype(mx.float32), *self.tables)
+        scales = scales.astype(mx.float32)
+        if self.polynomials:
+            return _computed(self.polynomials, self.bits, self.first, self.dim)(codes, scales)
+        return _looked_up(self.bits, self.first, self.dim)(codes, scales, self.levels)
 
     def sums(self, x: mx.array) -> mx.array:
         """Sums [..., 2] of `x` [..., D] over each block."""
@@ -52,37 +55,44 @@ def block_codes(bits: int, first: int, dim: int, codebook: str) -> BlockCodes:
     """Codes of a block of `first` coordinates and one of the others; their tables are evaluated."""
     sizes = (first, dim - first) if first < dim else (dim,)
     levels = [block_levels(size, bits, codebook) for size in sizes]
-    tables = [polynomial(x) for x in levels] if bits <= POLYNOMIAL_BITS else [mx.concatenate(levels)]
-    if bits == 3:
-        columns = [mx.broadcast_to(table[:, None], (len(table), size)) for table, size in zip(tables, sizes)]
-        tables = [mx.concatenate(columns, axis=-1)]
+    polynomials = tuple(map(polynomial, levels)) if bits <= POLYNOMIAL_BITS else ()
     every = mx.concatenate(levels)
-    mx.eval(tables, every)
-    return BlockCodes(bits, first, dim, every, tuple(map(boundaries, levels)), tuple(tables))
+    mx.eval(every)
+    return BlockCodes(bits, first, dim, every, tuple(map(boundaries, levels)), polynomials)
 
 
 @functools.lru_cache(maxsize=256)
-def _decoder(bits: int, first: int, dim: int) -> Callable[..., mx.array]:
-    """Levels times scales in as few passes as the width of the codes allows."""
+def _looked_up(bits: int, first: int, dim: int) -> Callable[..., mx.array]:
+    """Levels of a table times scales."""
 
-    def looked_up(codes: mx.array, scales: mx.array, table: mx.array) -> mx.array:
+    def decode(codes: mx.array, scales: mx.array, table: mx.array) -> mx.array:
         inside = mx.arange(dim) < first
-        if bits == 3:
-            levels = levels_at(codes, table, table, bits, dim)
-        else:
-            levels = table[unpack_slices(codes, bits, dim) + mx.where(inside, 0, 2**bits)]
+        levels = table[unpack_slices(codes, bits, dim) + mx.where(inside, 0, 2**bits)]
         return levels * mx.where(inside, scales[..., :1], scales[..., 1:])
 
-    def computed(codes: mx.array, scales: mx.array, *tables: mx.array) -> mx.array:
+    return mx.compile(decode)
+
+
+@functools.lru_cache(maxsize=256)
+def _computed(polynomials: tuple[Coefficients, ...], bits: int, first: int, dim: int) -> Callable[..., mx.array]:
+    """Levels of a polynomial for each block, times scales, in as few passes as the width of the codes allows."""
+
+    def mixed(codes: mx.array, scales: mx.array) -> mx.array:
+        inside = mx.arange(dim) < first
+        coefficients = [mx.where(inside, one, other) for one, other in zip(polynomials[0], polynomials[-1])]
+        levels = evaluated(unpack_slices(codes, bits, dim).astype(mx.float32), coefficients)
+        return levels * mx.where(inside, scales[..., :1], scales[..., 1:])
+
+    def apart(codes: mx.array, scales: mx.array) -> mx.array:
         # One set of coefficients a pass is faster than one a coordinate: the first block's words are read twice.
         head = codes[..., : words(first, bits)]
-        inside = levels_at(head, tables[0], tables[0], bits, first) * scales[..., :1]
-        if len(tables) == 1:
+        inside = levels_of_words(polynomials[0], bits, first)(head) * scales[..., :1]
+        if len(polynomials) == 1:
             return inside
-        every = levels_at(codes, tables[1], tables[1], bits, dim) * scales[..., 1:]
+        every = levels_of_words(polynomials[1], bits, dim)(codes) * scales[..., 1:]
         return mx.concatenate([inside, every[..., first:]], axis=-1)
 
-    return mx.compile(computed if WORD % bits == 0 and bits <= POLYNOMIAL_BITS else looked_up)
+    return mx.compile(apart if WORD % bits == 0 else mixed)
 
 
 @functools.lru_cache(maxsize=256)

@@ -75,8 +75,7 @@ class RotatedCoder(Coder):
 
     def split(self, x: mx.array) -> tuple[Rows, mx.array]:
         """Rows of `x` [B, H, S, D], and what these leave over of P x: float32 [B, H, S, D]."""
-        x = x.astype(mx.float32)
-        length = norm(x)
+        length, x = norm(x), x.astype(mx.float32)
         rest = self.rotation.apply(x / mx.maximum(length, TINY))
         direction, coded = rest, list[mx.array]()
         for stage in self.stages:

@@ -10,6 +10,7 @@ from vq_functional.core.transform import Fill, Transform
 from vq_functional.core.tree import map_leaves, static_field
 from vq_functional.ops.attention import Parts
 from vq_functional.ops.rows import drop_left_padding, extend_rows, write_rows
+from vq_functional.ops.tables import counting
 
 
 @attrs.frozen
@@ -95,7 +96,7 @@ class RowStore(Store, Transform):
         return self.as_parts(held.layout, rows)
 
     def positions(self, held: RowState) -> mx.array:
-        return mx.broadcast_to(mx.arange(held.rows.count), (held.offset.shape[0], 1, held.rows.count))
+        return mx.broadcast_to(counting(held.rows.count), (held.offset.shape[0], 1, held.rows.count))
 
     def positions_after(self, state: RowState, n: int, fill: Fill | None = None) -> mx.array:
         columns = self.positions(state)

@@ -80,7 +80,7 @@ class MergedRows(StackCoder):
         stacked = apart.reshape(batch, self.layers, heads // self.layers, count, dim)
         shared, alike = shared_direction(stacked, self.codec.slerp_t)
         direction = self.direction.encode(to_dtype(shared, self.dtype))
-        read = norm(self.direction.decode(direction).astype(mx.float32))
+        read = norm(self.direction.decode(direction))
         unit = mx.maximum(mx.tile(read, (1, self.layers, 1, 1)), TINY) * self._unit
         sizes = norm(apart) / unit
         centered = () if centers is None else (centers,)

@@ -94,7 +94,7 @@ class ChunkKVPolicy(MassPolicy):
         return () if self.leader is not None else super().init(batch, heads, slots)
 
     def arrive(self, keys: mx.array, values: mx.array) -> Any:
-        return norm(keys.astype(mx.float32))[..., 0] if self.by_norm and self.leader is None else None
+        return norm(keys)[..., 0] if self.by_norm and self.leader is None else None
 
     def score(self, memory: mx.array, scene: Scene) -> tuple[mx.array, mx.array]:
         return (memory, self.rank(memory, scene)) if self.by_norm else super().score(memory, scene)

@@ -52,7 +52,7 @@ class L2NormPolicy(Policy):
         return mx.zeros((batch, heads, slots), mx.float32)
 
     def arrive(self, keys: mx.array, values: mx.array) -> mx.array:
-        return norm(keys.astype(mx.float32))[..., 0]
+        return norm(keys)[..., 0]
 
     def score(self, norms: mx.array, scene: Scene) -> tuple[mx.array, mx.array]:
         return norms, self.rank(norms, scene)

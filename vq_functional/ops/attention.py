@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from vq_functional.core.codec import Part, PlainCoder
 from vq_functional.core.errors import check
+from vq_functional.ops.tables import counting
 from vq_functional.ops.vectors import to_dtype
 
 Mask: TypeAlias = mx.array | str | None
@@ -86,7 +87,7 @@ def masked(scores: mx.array, mask: Mask) -> mx.array:
 
 def lower_right(n: int, columns: int) -> mx.array:
     """Bool [n, columns]: the last `n` columns are the queries' own, each sees up to itself."""
-    return mx.arange(columns - n, columns)[:, None] >= mx.arange(columns)[None]
+    return counting(n)[:, None] + (columns - n) >= counting(columns)
 
 
 def _mask_by_kv_head(mask: mx.array, heads: int, group: int) -> mx.array:

@@ -6,7 +6,8 @@ and MLX fuses unpacking and polynomial into one pass.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -15,45 +16,49 @@ from vq_functional.ops.packing import WORD, cut, split_words, unpack_slices
 
 POLYNOMIAL_BITS = 4
 
+Coefficients: TypeAlias = tuple[float, ...]  # numbers of compiled code
 
-def polynomial(levels: mx.array) -> mx.array:
-    """Coefficients float32 [L/2] of c[i] = u (a_0 + a_1 u^2 + ...), u = (2i - L + 1) / (L - 1)."""
+
+def polynomial(levels: mx.array) -> Coefficients:
+    """The L/2 float32 coefficients of c[i] = u (a_0 + a_1 u^2 + ...), u = (2i - L + 1) / (L - 1)."""
     table = np.array(levels, np.float64)
     count = len(table)
     u = (2 * np.arange(count // 2, count) - count + 1) / (count - 1)
     powers = u[:, None] ** (2 * np.arange(count // 2) + 1)
-    coefficients = mx.array(np.linalg.solve(powers, table[count // 2 :]).astype(np.float32))
-    mx.eval(coefficients)
-    return coefficients
+    coefficients: Any = np.linalg.solve(powers, table[count // 2 :]).astype(np.float32).tolist()
+    return tuple(coefficients)
 
 
-def levels_at(codes: mx.array, levels: mx.array, coefficients: mx.array | None, bits: int, dim: int) -> mx.array:
+def levels_at(codes: mx.array, levels: mx.array, coefficients: Coefficients | None, bits: int, dim: int) -> mx.array:
     """Float32 [..., dim]: `levels` [2**bits] at codes [..., words] of `pack_slices`."""
     if coefficients is None:
         return levels[unpack_slices(codes, bits, dim)]
     if WORD % bits == 0:
-        return _levels_of_words(bits, dim)(codes, coefficients)
-    return levels_of_numbers(bits)(unpack_slices(codes, bits, dim), coefficients)
+        return levels_of_words(coefficients, bits, dim)(codes)
+    return levels_of_numbers(coefficients)(unpack_slices(codes, bits, dim))
 
 
-@functools.lru_cache(maxsize=64)
-def _levels_of_words(bits: int, dim: int) -> Callable[[mx.array, mx.array], mx.array]:
-    def levels(codes: mx.array, coefficients: mx.array) -> mx.array:
-        return cut(_evaluate(split_words(codes, bits).astype(mx.float32), coefficients, bits), dim)
-
-    return mx.compile(levels)
+@functools.lru_cache(maxsize=256)
+def levels_of_numbers(coefficients: Coefficients) -> Callable[[mx.array], mx.array]:
+    """Levels float32 at codes of any shape, one a number."""
+    return mx.compile(lambda codes: evaluated(codes.astype(mx.float32), coefficients))
 
 
-@functools.lru_cache(maxsize=8)
-def levels_of_numbers(bits: int) -> Callable[[mx.array, mx.array], mx.array]:
-    """Levels float32 at codes of any shape, one a number, by the coefficients of `polynomial`."""
-    return mx.compile(lambda codes, coefficients: _evaluate(codes.astype(mx.float32), coefficients, bits))
-
-
-def _evaluate(numbers: mx.array, coefficients: mx.array, bits: int) -> mx.array:
-    top = 2**bits - 1
+def evaluated(numbers: mx.array, coefficients: Sequence[float | mx.array]) -> mx.array:
+    """Levels at float32 `numbers` 0 to 2 * len(coefficients) - 1."""
+    top = 2 * len(coefficients) - 1
     u = (2 * numbers - top) * (1 / top)
     square, total = u * u, coefficients[-1]
-    for power in range(2 ** (bits - 1) - 2, -1, -1):
-        total = total * square + coefficients[power]
+    for coefficient in coefficients[-2::-1]:
+        total = total * square + coefficient
     return total * u
+
+
+@functools.lru_cache(maxsize=256)
+def levels_of_words(coefficients: Coefficients, bits: int, dim: int) -> Callable[[mx.array], mx.array]:
+    """Levels float32 [..., dim] at codes [..., words] of `pack_slices`, of bits that divide a word."""
+
+    def levels(codes: mx.array) -> mx.array:
+        return cut(evaluated(split_words(codes, bits).astype(mx.float32), coefficients), dim)
+
+    return mx.compile(levels)

@@ -1,5 +1,6 @@
 """Codes of up to 16 bits as a bit stream in uint32 words, least significant bit first: as ``mx.quantize`` has them."""
 
+import functools
 import math
 
 import mlx.core as mx
@@ -17,7 +18,7 @@ def pack(codes: mx.array, bits: int) -> mx.array:
     """Words uint32 [..., words(N, bits)] of codes [..., N], each below 2**bits."""
     codes = codes.astype(mx.uint32)
     if WORD % bits:
-        codes, bits = ((codes[..., None] >> mx.arange(bits, dtype=mx.uint32)) & 1).flatten(-2), 1
+        codes, bits = ((codes[..., None] >> _steps(bits)) & 1).flatten(-2), 1
     per_word = WORD // bits
     missing = -codes.shape[-1] % per_word
     if missing:
@@ -25,7 +26,7 @@ def pack(codes: mx.array, bits: int) -> mx.array:
     if bits in WHOLE:
         return codes.astype(WHOLE[bits]).view(mx.uint32)
     codes = codes.reshape(*codes.shape[:-1], codes.shape[-1] // per_word, per_word)
-    shifts = mx.arange(per_word, dtype=mx.uint32) * bits
+    shifts = _steps(per_word, bits)
     return (codes << shifts).sum(axis=-1).astype(mx.uint32)
 
 
@@ -34,15 +35,23 @@ def unpack(packed: mx.array, bits: int, count: int) -> mx.array:
     if WORD % bits == 0:
         return cut(split_words(packed, bits), count)
     bit = split_words(packed, 1).flatten(-2)[..., : count * bits].reshape(*packed.shape[:-1], count, bits)
-    return (bit << mx.arange(bits, dtype=mx.uint32)).sum(axis=-1).astype(mx.uint32)
+    return (bit << _steps(bits)).sum(axis=-1).astype(mx.uint32)
 
 
 def split_words(packed: mx.array, bits: int) -> mx.array:
     """Codes uint32 [..., words, 32 / bits] of words that no code crosses."""
     if bits in WHOLE:
         return packed.view(WHOLE[bits]).reshape(*packed.shape, WORD // bits).astype(mx.uint32)
-    shifts = mx.arange(WORD // bits, dtype=mx.uint32) * bits
+    shifts = _steps(WORD // bits, bits)
     return (packed[..., None] >> shifts) & (2**bits - 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _steps(count: int, width: int = 1) -> mx.array:
+    """Where the codes of a word begin: 0, width, 2 width, ... as uint32 [count]."""
+    steps = mx.arange(count, dtype=mx.uint32) * width
+    mx.eval(steps)
+    return steps
 
 
 def cut(numbers: mx.array, count: int) -> mx.array:

@@ -7,7 +7,7 @@ import attrs
 import mlx.core as mx
 
 from vq_functional.ops.codebooks import Edges, boundaries, nearest
-from vq_functional.ops.levels import POLYNOMIAL_BITS, levels_at, levels_of_numbers, polynomial
+from vq_functional.ops.levels import POLYNOMIAL_BITS, Coefficients, levels_at, levels_of_numbers, polynomial
 from vq_functional.ops.packing import cut, pack_slices
 from vq_functional.ops.signs import GROUP, one_bit_kernels, pack_signs, sign_matmul, split_signs
 
@@ -19,7 +19,7 @@ class ScalarCodes:
     bits: int
     dim: int
     edges: Edges
-    coefficients: mx.array | None  # of the levels as a polynomial of the index, where that beats a table
+    coefficients: Coefficients | None  # of the levels as a polynomial of the index, where that beats a table
 
     def _derive(self) -> None:
         """Set what follows from the levels."""
@@ -36,7 +36,7 @@ class ScalarCodes:
         """Float32: levels at indices of any shape."""
         if self.coefficients is None:
             return self.levels[index]
-        return levels_of_numbers(self.bits)(index, self.coefficients)
+        return levels_of_numbers(self.coefficients)(index)
 
     def pack(self, index: mx.array) -> mx.array:
         """Codes of the level indices [..., dim]."""
@@ -63,7 +63,7 @@ class LevelCodes(ScalarCodes):
     bits: int
     dim: int
     edges: Edges = attrs.field(init=False)
-    coefficients: mx.array | None = attrs.field(init=False)
+    coefficients: Coefficients | None = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._derive()
@@ -87,7 +87,7 @@ class PlaneCodes(ScalarCodes):
     bits: int
     dim: int
     edges: Edges = attrs.field(init=False)
-    coefficients: mx.array | None = attrs.field(init=False)
+    coefficients: Coefficients | None = attrs.field(init=False)
     weights: mx.array = attrs.field(init=False)  # float32 [bits]
 
     def __attrs_post_init__(self) -> None:

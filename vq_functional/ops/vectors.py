@@ -9,7 +9,13 @@ TINY = 1e-30
 
 
 def norm(x: mx.array) -> mx.array:
-    """Euclidean norm [..., 1] of float32 `x`, scaled first so that squares can't overflow."""
+    """Euclidean norm float32 [..., 1].
+
+    Numbers are scaled first, so that squares can't overflow; those of float16 can't anyhow.
+    """
+    if x.dtype == mx.float16:
+        return mx.linalg.norm(x.astype(mx.float32), axis=-1, keepdims=True)
+    x = x.astype(mx.float32)
     largest = mx.maximum(mx.abs(x).max(axis=-1, keepdims=True), TINY)
     return largest * mx.linalg.norm(x / largest, axis=-1, keepdims=True)
 

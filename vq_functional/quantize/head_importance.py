@@ -11,7 +11,7 @@ def norm_variance(keys: mx.array) -> mx.array:
 
     A row that is not finite does not count.
     """
-    size = norm(keys.astype(mx.float32))[..., 0]
+    size = norm(keys)[..., 0]
     finite = mx.isfinite(size)
     size = mx.where(finite, size, 0)
     size = size / mx.maximum(size.max(axis=(1, 3), keepdims=True), TINY)  # so that squares can't overflow

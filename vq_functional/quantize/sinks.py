@@ -131,7 +131,7 @@ class SinkRule(Described):
 
     def _size(self, keys: mx.array) -> mx.array:
         """Mean norm float32 [B, R] of `keys` [B, H, R, D] over all heads of the layer."""
-        return self.shard.gathered(norm(keys.astype(mx.float32))[..., 0]).mean(axis=1)
+        return self.shard.gathered(norm(keys)[..., 0]).mean(axis=1)
 
     def _signal(self, size: mx.array, typical: mx.array) -> mx.array:
         if self.signal == "unusual_keys":

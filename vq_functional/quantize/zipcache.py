@@ -180,7 +180,7 @@ class ZipCacheBlocks(Blocks):
     def _salient(self, recent: Recent) -> mx.array:
         """Bool [B, H, S / window, window]: the rows that get more bits; of equal ones the first."""
         mass, count = (x.reshape(*x.shape[:2], -1, self.block) for x in recent.memory)
-        length = norm(recent.keys.astype(mx.float32)).reshape(mass.shape)
+        length = norm(recent.keys).reshape(mass.shape)
         asked = count > 0
         saliency = mx.where(asked, mass / mx.maximum(count, 1), -1)  # who was never seen comes last
         saliency = mx.where(asked.any(axis=-1, keepdims=True), saliency, length if self.large_keys else -length)
