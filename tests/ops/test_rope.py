@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -61,12 +62,33 @@ def turned_by_hand(rope: Rope, x: mx.array, positions: np.ndarray) -> np.ndarray
 @ropes
 def test_equals_complex_products_at_scattered_positions(rope: Rope, dtype: mx.Dtype) -> None:
     x = draw(2, 2, 5, 64, dtype=dtype)
-    positions = np.array([[[3, 0, 200, 7, 1], [9, 8, 1000, 6, 5]], [[0, 1, 2, 3, 4], [700, 90, 3, -1, 12]]])
+    positions = np.array([[[3, 0, 200, 7, 1], [9, 8, 1000, 6, 5]], [[0, 1, 2, 3, 4], [700, 90, 3, 1, 12]]])
     got = rope.apply(x, mx.array(positions))
     assert got.dtype == dtype and got.shape == x.shape
     want = turned_by_hand(rope, x, positions)
     # float32 angles near 1000 are off by up to 2^-14, and the result is rounded once.
     assert np.abs(np.array(got.astype(mx.float32)) - want).max() <= 1.5 * (2.0**-14 + HALF_UNIT[dtype])
+
+
+@dtypes
+@ropes
+def test_turning_back_equals_complex_products_too(rope: Rope, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX's kernel is never asked for a position below zero: on a GPU it takes those for large ones."""
+    kernel, asked = mx.fast.rope, []
+
+    def listening(*args: Any, offset: mx.array, **more: Any) -> mx.array:
+        asked.append(offset)
+        return kernel(*args, offset=offset, **more)
+
+    monkeypatch.setattr(mx.fast, "rope", listening)
+    x = draw(2, 2, 5, 64, dtype=dtype)
+    every = np.array([[[3, 0, -200, 7, -1], [9, 8, -1000, 6, 5]], [[0, -1, 2, -3, 4], [700, 90, -3, -1, 12]]])
+    for steps in (every, every[:, 0], every[0, 0]):
+        wide = np.broadcast_to(steps[:, None] if steps.ndim == 2 else steps, every.shape)
+        got, want = rope.turn(x, mx.array(steps)), turned_by_hand(rope, x, wide)
+        assert got.dtype == dtype
+        assert np.abs(np.array(got.astype(mx.float32)) - want).max() <= 1.5 * (2.0**-14 + HALF_UNIT[dtype])
+    assert len(asked) == 3 and min(offset.min().item() for offset in asked) == 0
 
 
 @pytest.mark.parametrize("offset", [0, 7, 4096])
@@ -147,7 +169,7 @@ def test_rotations_add_up(rope: Rope) -> None:
     x, near, far = draw(1, 2, 8, 64), mx.arange(8) * 3, mx.arange(8)[::-1] + 40
     twice = rope.apply(rope.apply(x, near), far)
     assert largest_difference(twice, rope.apply(x, near + far)) <= 1e-4
-    assert mx.array_equal(rope.undo(x, near), rope.apply(x, -near))
+    assert mx.array_equal(rope.undo(x, near), rope.turn(x, -near))
     assert mx.array_equal(rope.apply(x, mx.zeros(8, mx.int32)), x)
 
 

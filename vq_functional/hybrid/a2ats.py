@@ -121,7 +121,7 @@ class A2ATS(Transform):
 
     def far_queries(self, queries: mx.array, positions: mx.array) -> mx.array:
         """`queries` [B, Hq, S, D] of `positions` int [B, S], turned as they meet un-rotated keys far away."""
-        return self.options.rotation(queries.shape[3]).apply(queries, self.options.b - positions)
+        return self.options.rotation(queries.shape[3]).turn(queries, self.options.b - positions)
 
     def positions(self, held: A2ATSState) -> mx.array:
         return self.store.positions(held.held)
@@ -204,7 +204,7 @@ class A2ATS(Transform):
         """Keys of columns `index` [B, H, K]; those outside the window at distance `b` from the newest token."""
         vectors, last = decode(keys), held.offset[:, None, None] - 1
         turn = mx.where(last - index >= self.options.window, last - self.options.b - index, 0)
-        moved = self.options.rotation(vectors.shape[3]).apply(vectors, turn)
+        moved = self.options.rotation(vectors.shape[3]).turn(vectors, turn)
         return (plain_part(moved),)
 
     def _seen(self, held: A2ATSState, mask: Mask) -> mx.array:
@@ -252,7 +252,7 @@ def a2ats_calibrate(keys: Any, queries: Any, *, positions: Any = None, rounds: i
     positions = mx.arange(count) if positions is None else mx.array(positions)
     check(positions.shape == (count,), method, "positions", f"must be [{count}]", positions.shape)
     bare, far = (mx.array(x.swapaxes(0, 1)[None].astype(np.float32)) for x in (came, asked))
-    bare, far = o.rotation(dim).undo(bare, positions), o.rotation(dim).apply(far, o.b - positions)
+    bare, far = o.rotation(dim).undo(bare, positions), o.rotation(dim).turn(far, o.b - positions)
     moment = query_moment(on_host(far.reshape(heads, -1, dim)), o.sub_dim)
     weight = moment if o.use_query_aware else None
     codebook = fitted_codebook(on_host(bare[0]), weight, o.sub_dim, 2**o.codebook_bits, rounds, o.seed)

@@ -37,6 +37,7 @@ from vq_functional.hybrid.anchor_state import (
 from vq_functional.hybrid.anchors import Prompt, Rule, anchored, cleaned, merged
 from vq_functional.ops.attention import Parts
 from vq_functional.ops.rows import drop_left_padding, extend_rows, read_rows, write_rows
+from vq_functional.ops.tables import counting
 
 
 @attrs.frozen
@@ -147,9 +148,12 @@ class AnchorKV(Transform):
         return both[0], both[1]
 
     def positions(self, held: AnchorState) -> mx.array:
-        columns, rows = mx.arange(held.extent.columns), mx.arange(held.extent.rows)
+        recent = (held.coded[:, None] + counting(held.extent.rows))[:, None]
+        if held.extent.columns == 0:  # no arithmetic on nothing: a GPU may refuse it
+            return recent
+        columns = counting(held.extent.columns)
         coded = mx.where(columns < held.coded[:, None], columns, -1)
-        return mx.concatenate([coded, held.coded[:, None] + rows], axis=-1)[:, None]
+        return mx.concatenate([coded[:, None], recent], axis=-1)
 
     def positions_after(self, state: AnchorState, n: int, fill: Fill | None = None) -> mx.array:
         if fill is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 import mlx.core as mx
+import numpy as np
 
 from vq_functional.core.describe import Described
 from vq_functional.core.errors import check, check_choice, check_int
@@ -43,8 +44,16 @@ class Rope(Described):
             check(len(self.freqs) == self.dims // 2, "rope", "freqs", rule, len(self.freqs))
 
     def apply(self, x: mx.array, positions: mx.array) -> mx.array:
-        """`x` [B, H, S, D] rotated to `positions` int [S], [B, S] or [B, H, S]; in the dtype of `x`."""
+        """`x` [B, H, S, D] rotated to `positions` int [S], [B, S] or [B, H, S]; in the dtype of `x`.
+
+        Below zero is for padding: what comes out is finite, and else up to the device.
+        """
         return self._rotate(x, positions, self.scale)
+
+    def turn(self, x: mx.array, steps: mx.array) -> mx.array:
+        """`apply` for `steps` of either sign."""
+        mirror = self._mirror(steps < 0, x.shape).astype(x.dtype)
+        return self.apply(x * mirror, mx.abs(steps)) * mirror
 
     def undo(self, x: mx.array, positions: mx.array) -> mx.array:
         """Inverse of `apply`: the rotation by the negative angle."""
@@ -71,6 +80,13 @@ class Rope(Described):
         """The angle of each pair from one position to the next."""
         freqs = self.freqs or [self.base ** (2 * i / self.dims) for i in range(self.dims // 2)]
         return [self.scale / freq for freq in freqs]
+
+    def _mirror(self, back: mx.array, shape: tuple[int, ...]) -> mx.array:
+        """1, but -1 at the second number of each pair of rows that turn `back`: mirrored they turn the other way."""
+        second = np.ones(shape[3], np.float32)
+        second[self.pairs[1]] = -1
+        rows = back.reshape(1, 1, *back.shape) if back.ndim == 1 else back[:, None] if back.ndim == 2 else back
+        return mx.where(rows[..., None], mx.array(second), 1.0)
 
     def _rotate(self, x: mx.array, positions: mx.array, scale: float) -> mx.array:
         check(x.ndim == 4 and x.shape[3] >= self.dims, "rope", "x", f"must be [B, H, S, D >= {self.dims}]", x.shape)
