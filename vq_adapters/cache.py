@@ -62,13 +62,13 @@ class TransformKVCache(BatchedState):
         n = keys.shape[2]
         before = nbytes(self._state) if self.observers else 0
         self._uneven = uneven(self)
-        self._open(keys, values, n)
+        counts, lengths = self._open(keys, values, n)
         watch = Watch(self, n, before) if self.observers and n else None
-        counts, lengths = self._counts(n)
         view = self._fills[0] if self._uniform() else None
         if n:
-            view = view and self.transform.written(view, n)
             self._write(keys, values, counts, lengths)
+            if view is not None:  # right padding is returned too
+                view = self._fills[0] if lengths is None else self.transform.written(view, n)
         held_keys, held_values = self.transform.read(self._whole_state(), view)
         if watch is not None:
             watch.tell(keys, values, held_keys, held_values)
@@ -111,13 +111,11 @@ class TransformKVCache(BatchedState):
         return coming_mask(self, N, return_array, window_size)
 
     def _attend_codes(self, queries: mx.array, scale: float, mask: Mask) -> mx.array:
-        state = self._whole_state()
-        if isinstance(mask, mx.array):
-            view = self._fills[0] if self._uniform() else None
-            return self.transform.attend(state, queries, scale, mask, view)
-        if queries.shape[2] == 1:
-            return steps(self.transform).attend(scale)(state, queries)
-        return self.transform.attend(state, queries, scale, mask)
+        state, drawn = self._whole_state(), isinstance(mask, mx.array)
+        view = self._fills[0] if drawn and self._uniform() else None
+        if queries.shape[2] == 1 and view is None:
+            return steps(self.transform).attend(scale)(state, queries, mask if drawn else None)
+        return self.transform.attend(state, queries, scale, mask, view)
 
     # What mlx_lm's generation, prompt caches and server call
 

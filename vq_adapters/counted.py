@@ -53,14 +53,16 @@ class CountedState:
         opens = self._state is None and not self._batched
         check(opens or rows == now, self.transform.name, field, f"must have {now} batch rows", got)
 
-    def _open(self, keys: mx.array, values: mx.array, n: int) -> None:
-        """Make the state, or the room in it, for a call of `n` tokens."""
-        if self._state is not None:
-            self._reserve(n)
-            return
-        self._fills = spread(self._fills, keys.shape[0])
-        batch, heads, _, key_dim = keys.shape
-        self._state = self._blank(batch, heads, key_dim, values.shape[3], keys.dtype, n)
+    def _open(self, keys: mx.array, values: mx.array, n: int) -> tuple[list[int], mx.array | None]:
+        """Make the state, or the room in it, for a call of `n` tokens; returns `_counts` of it."""
+        if self._state is None:
+            self._fills = spread(self._fills, keys.shape[0])
+            batch, heads, _, key_dim = keys.shape
+            self._state = self._blank(batch, heads, key_dim, values.shape[3], keys.dtype, n)
+            return self._counts(n)
+        counts, lengths = self._counts(n)
+        self._reserve(n, counts)
+        return counts, lengths
 
     def _write(self, keys: mx.array, values: mx.array, counts: list[int], lengths: mx.array | None) -> None:
         """Take in a call whose rows of the batch have so many tokens in `counts`, `lengths` if padded on the right."""
@@ -96,10 +98,10 @@ class CountedState:
 
     def _state_for(self, n: int) -> Any:
         """The state with room for `n` tokens; a blank one before the first call, whose shapes nobody knows yet."""
-        self._reserve(n)
-        if self._state is not None:
-            return self._state
-        return self._blank(len(self._fills), *_shapes(self.transform), mx.float16, n)
+        if self._state is None:
+            return self._blank(len(self._fills), *_shapes(self.transform), mx.float16, n)
+        self._reserve(n, self._counts(n)[0])
+        return self._state
 
     def _blank(self, batch: int, heads: int, key_dim: int, value_dim: int, dtype: mx.Dtype, n: int) -> Any:
         spec = KVSpec(
@@ -108,22 +110,24 @@ class CountedState:
             key_dim=key_dim,
             value_dim=value_dim,
             dtype=dtype,
-            capacity=self._capacity(n),
+            capacity=_stepped(self._room(n, self._counts(n)[0])),
         )
         padding = None if self._padding is None else mx.array(self._padding, mx.int32)
         return self.transform.opened(self.transform.init_state(spec, padding), n)
 
-    def _reserve(self, n: int) -> None:
-        if self._state is not None and self._room(n) > self.transform.capacity(self._state):
-            self._state = self.transform.grow(self._state, self._capacity(n))
+    def _reserve(self, n: int, counts: list[int]) -> None:
+        room = self._room(n, counts)
+        if room > self.transform.capacity(self._state):
+            self._state = self.transform.grow(self._state, _stepped(room))
 
-    def _room(self, n: int) -> int:
-        counts = self._counts(n)[0]
-        rooms = (self.transform.room(fill, n, count) for fill, count in zip(self._fills, counts, strict=True))
-        return max(rooms, default=0)
+    def _room(self, n: int, counts: list[int]) -> int:
+        room = self.transform.room
+        return max([room(fill, n, count) for fill, count in zip(self._fills, counts, strict=True)], default=0)
 
-    def _capacity(self, n: int) -> int:
-        return max(-(-self._room(n) // STEP) * STEP, 1)
+
+def _stepped(rows: int) -> int:
+    """Capacity that has room for so many rows."""
+    return max(-(-rows // STEP) * STEP, 1)
 
 
 def _shapes(transform: Transform) -> tuple[int, int, int]:

@@ -83,7 +83,7 @@ class SharingState(SettlingState):
             return super()._state_for(n)
         if self._state is None:  # the first layer's has room for what all share
             return super()._state_for(n) if self._member.layer == 0 else self._partners()[0]._state_for(n)
-        self._reserve(n)
+        self._reserve(n, self._counts(n)[0])
         return self._whole_state()
 
     def _all_have_come(self, partners: Sequence[SharingState]) -> bool:

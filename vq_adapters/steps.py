@@ -46,7 +46,7 @@ def steps(transform: Transform) -> Steps:
 
     @functools.lru_cache(maxsize=16)
     def attend(scale: float) -> Callable[..., Any]:
-        return jit(lambda held, queries: transform.attend(held, queries, scale))
+        return jit(lambda held, queries, mask: transform.attend(held, queries, scale, mask))
 
     @functools.lru_cache(maxsize=16)
     def finish(scale: float) -> Callable[..., Any]:

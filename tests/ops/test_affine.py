@@ -212,8 +212,8 @@ def test_nothing_finite_in_a_group() -> None:
 def test_products_equal_those_of_the_numbers(bits: int, group: int, dtype: mx.Dtype) -> None:
     groups = quantize(draw(2, 2, 64, 128, seed=6, dtype=dtype), bits, group, dtype)
     plain = dequantize(groups, bits, group)
-    for transpose, size in ((True, 128), (False, 64)):
-        x = draw(2, 2, 3, size, seed=7)
+    for rows, (transpose, size) in itertools.product((1, 3), ((True, 128), (False, 64))):
+        x = draw(2, 2, rows, size, seed=7)
         got = matmul(x, groups, bits, group, transpose)
         want = numbers(x).astype(np.float64) @ (numbers(plain).swapaxes(-1, -2) if transpose else numbers(plain))
         assert got.dtype == mx.float32

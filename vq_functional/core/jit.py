@@ -38,10 +38,10 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*arguments: Any) -> Any:
         leaves, structure = flatten(arguments)
-        key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
-        if key not in traces:
-            traces[key] = _Trace(function, structure)
-        trace = traces[key]
+        key = (structure, *[(leaf.shape, leaf.dtype) for leaf in leaves])
+        trace = traces.get(key)
+        if trace is None:
+            trace = traces[key] = _Trace(function, structure)
         outputs = trace.step(*leaves)
         return rebuild(trace.result, outputs)
 

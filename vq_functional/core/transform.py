@@ -31,6 +31,10 @@ class Fill:
     older: int = 0  # of the coded rows, those that have gone on to coarser codes
     oldest: int = 0  # of these, those that have gone on a second time
 
+    def plus(self, n: int) -> "Fill":
+        """After `n` more tokens whose rows are all held."""
+        return Fill(self.tokens + n, self.rows + n, self.coded, self.prompt, self.limit, self.older, self.oldest)
+
 
 class Transform:
     """Base of all methods. `state` is what `settle` returns, `held` what `write` returns."""
@@ -168,7 +172,7 @@ class Transform:
 
     def written(self, fill: Fill, n: int) -> Fill:
         """`fill` after `write` of `n` tokens."""
-        return attrs.evolve(fill, tokens=fill.tokens + n, rows=fill.rows + n)
+        return fill.plus(n)
 
     def settled(self, fill: Fill, n: int) -> Fill:
         """`fill` after `settle` of a call of `n` tokens."""

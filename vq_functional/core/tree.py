@@ -12,9 +12,11 @@ import attrs
 import mlx.core as mx
 
 Leaves: TypeAlias = tuple[mx.array, ...]
-Structure: TypeAlias = Any  # hashable: "leaf", None, ("static", value) or (class, child structures)
+Structure: TypeAlias = Any  # hashable: `_LEAF`, None, (`_FIXED`, value) or (class, child structures)
 
 _STATIC = {"static": True}
+_LEAF = mx.array
+_FIXED = "fixed"
 
 
 def static_field() -> Any:
@@ -57,20 +59,27 @@ def nbytes(tree: Any) -> int:
 def _collect(node: Any, leaves: list[mx.array]) -> Structure:
     if isinstance(node, mx.array):
         leaves.append(node)
-        return "leaf"
+        return _LEAF
     if node is None:
         return None
     kind: Any = type(node)
-    if isinstance(node, tuple):
-        return (kind, tuple([_collect(child, leaves) for child in node]))
     children: list[Structure] = []
+    # Most children are arrays: a call less for each of them counts, as every step comes through here.
+    if isinstance(node, tuple):
+        for child in node:
+            if type(child) is mx.array:
+                leaves.append(child)
+                children.append(_LEAF)
+            else:
+                children.append(_collect(child, leaves))
+        return (kind, tuple(children))
     for name, static in _fields(kind):
         value = getattr(node, name)
         if static:
-            children.append(("static", value))
-        elif type(value) is mx.array:  # most are: a call less
+            children.append((_FIXED, value))
+        elif type(value) is mx.array:
             leaves.append(value)
-            children.append("leaf")
+            children.append(_LEAF)
         else:
             children.append(_collect(value, leaves))
     return (kind, tuple(children))
@@ -96,7 +105,7 @@ def _mapped(function: Callable[[mx.array], mx.array], node: Any) -> Any:
         return None
     kind: Any = type(node)
     if isinstance(node, tuple):
-        return _made(kind, [_mapped(function, child) for child in node])
+        return _made(kind, [function(child) if type(child) is mx.array else _mapped(function, child) for child in node])
     fields = [(getattr(node, name), static) for name, static in _fields(kind)]
     return kind(*[value if static else _mapped(function, value) for value, static in fields])
 
@@ -114,11 +123,11 @@ def _fields(kind: Any) -> tuple[tuple[str, bool], ...]:
 
 
 def _restore(structure: Structure, leaves: Iterator[mx.array]) -> Any:
-    if structure == "leaf":
+    if structure is _LEAF:
         return next(leaves)
     if structure is None:
         return None
     kind, children = structure
-    if kind == "static":
+    if kind is _FIXED:
         return children
-    return _made(kind, [_restore(child, leaves) for child in children])
+    return _made(kind, [next(leaves) if child is _LEAF else _restore(child, leaves) for child in children])

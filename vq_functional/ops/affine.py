@@ -9,12 +9,15 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from vq_functional.ops.affine_planes import has_planes, plane_matmul
+from vq_functional.ops.device import on_gpu
 from vq_functional.ops.packing import WORD, pack, split_words, unpack
 from vq_functional.ops.ranges import finite_range
 from vq_functional.ops.signs import one_bit_matmul
 
 FUSED_BITS = (2, 3, 4, 5, 6, 8)
 FUSED_GROUPS = (32, 64, 128)
+FEW = 3  # from so many rows on, a CPU is faster with planes of codes than with MLX's kernel
 
 
 class Groups(NamedTuple):
@@ -70,10 +73,12 @@ def dequantize(groups: Groups, bits: int, group: int) -> mx.array:
 
 def matmul(x: mx.array, groups: Groups, bits: int, group: int, transpose: bool) -> mx.array:
     """Float32 `x` [..., M, K] times the numbers [..., K, N], or with `transpose` times their transpose."""
+    scales, zeros = groups.scales.astype(mx.float32), groups.zeros.astype(mx.float32)
+    if x.shape[-2] >= FEW and has_planes(bits, group) and not on_gpu():
+        return plane_matmul(x, (groups.codes, scales, zeros), bits, group, transpose)
     if not fused(bits, group):
         numbers = dequantize(groups, bits, group)
         return x @ (numbers.swapaxes(-1, -2) if transpose else numbers)
-    scales, zeros = groups.scales.astype(mx.float32), groups.zeros.astype(mx.float32)
     return mx.quantized_matmul(x, groups.codes, scales, zeros, transpose=transpose, group_size=group, bits=bits)
 
 

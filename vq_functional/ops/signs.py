@@ -4,6 +4,7 @@ import functools
 
 import mlx.core as mx
 
+from vq_functional.ops.device import on_gpu
 from vq_functional.ops.packing import cut, pack, split_words
 
 GROUP = 32
@@ -35,7 +36,7 @@ def sign_matmul(x: mx.array, plane: mx.array, dim: int, transpose: bool) -> mx.a
 
 def one_bit_kernels() -> bool:
     """Whether products with one-bit codes are right and fast here: a CPU is faster with a dense product."""
-    return mx.default_device().type == mx.DeviceType.gpu and one_bit_matmul(mx.DeviceType.gpu)
+    return on_gpu() and one_bit_matmul(mx.DeviceType.gpu)
 
 
 @functools.lru_cache(maxsize=2)

@@ -8,7 +8,7 @@ attends to its own rows, and to all that were exact when it began, exactly.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -194,8 +194,18 @@ class Blocks(Store, Transform):
     def widen(self, state: BlockState, extent: int) -> BlockState:
         if extent <= self.capacity(state):
             return state
+        return self._resized(state, lambda side, rows: side.grown(rows, extent))
+
+    def narrowed(self, state: BlockState, fills: Sequence[Fill]) -> BlockState:
+        columns = max(self._columns(max(fill.coded for fill in fills)), self.block)
+        if columns >= self.capacity(state):
+            return state
+        # Copies, since a view would keep all rows alive.
+        return self._resized(state, lambda side, rows: map_leaves(mx.contiguous, side.first(rows, columns)))
+
+    def _resized(self, state: BlockState, change: Callable[[Units, Rows], Rows]) -> BlockState:
         keys, values = (
-            attrs.evolve(coded, rows=side.grown(coded.rows, extent))
+            attrs.evolve(coded, rows=change(side, coded.rows))
             for side, coded in zip(self.sides(state.layout), (state.keys, state.values), strict=True)
         )
         return attrs.evolve(state, keys=keys, values=values)

@@ -5,6 +5,7 @@ import mlx.core as mx
 
 from vq_functional.core.codec import Codec, Coder, Rows
 from vq_functional.ops.affine import FUSED_GROUPS
+from vq_functional.ops.device import on_gpu
 from vq_functional.ops.packing import pack, unpack
 from vq_functional.ops.vectors import to_dtype
 
@@ -46,18 +47,19 @@ class Int8Coder(Coder):
         return self._product(weights, rows, transpose=False)
 
     def _product(self, x: mx.array, rows: Rows, transpose: bool) -> mx.array:
-        if self.group is None:
-            numbers = self._numbers(rows)
-            return x @ (numbers.swapaxes(-1, -2) if transpose else numbers)
-        codes, scales, zeros = self._affine(rows)
-        return mx.quantized_matmul(x, codes, scales, zeros, transpose=transpose, group_size=self.group, bits=8)
+        if self.group is not None and on_gpu():
+            codes, scales, zeros = self._affine(rows)
+            return mx.quantized_matmul(x, codes, scales, zeros, transpose=transpose, group_size=self.group, bits=8)
+        steps, scale = self._steps(rows[0]), rows[1].astype(mx.float32)[..., None, :]
+        return (x @ steps.swapaxes(-1, -2)) * scale if transpose else (x * scale) @ steps
 
     def _numbers(self, rows: Rows) -> mx.array:
         if self.group is None:
-            codes, scale = rows
-            numbers = unpack(codes, 8, self.dim).astype(mx.float32) - CENTER
-            return numbers * scale.astype(mx.float32)[..., None]
+            return self._steps(rows[0]) * rows[1].astype(mx.float32)[..., None]
         return mx.dequantize(*self._affine(rows), group_size=self.group, bits=8)
+
+    def _steps(self, codes: mx.array) -> mx.array:
+        return unpack(codes, 8, self.dim).astype(mx.float32) - CENTER
 
     def _affine(self, rows: Rows) -> tuple[mx.array, mx.array, mx.array]:
         codes, scale = rows
