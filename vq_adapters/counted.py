@@ -127,7 +127,7 @@ class CountedState:
 
 def _stepped(rows: int) -> int:
     """Capacity that has room for so many rows."""
-    return max(-(-rows // STEP) * STEP, 1)
+    return max(-(-rows // STEP), 1) * STEP
 
 
 def _shapes(transform: Transform) -> tuple[int, int, int]:

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vq_functional.ops import affine
 from vq_functional.ops.affine import FUSED_BITS, FUSED_GROUPS, Groups, dequantize, fused, matmul, quantize
+from vq_functional.ops.device import on_gpu
 from vq_functional.ops.packing import words
 
 EPSILON = {mx.float32: 2.0**-23, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
@@ -206,10 +208,14 @@ def test_nothing_finite_in_a_group() -> None:
     assert mx.array_equal(dequantize(quantize(x, 2, 32, mx.float16), 2, 32), mx.zeros((1, 32)))
 
 
+@pytest.mark.parametrize("gpu", [False, True], ids=["as here", "as on a GPU"])
 @dtypes
 @every_group
 @every_width
-def test_products_equal_those_of_the_numbers(bits: int, group: int, dtype: mx.Dtype) -> None:
+def test_products_equal_those_of_the_numbers(
+    bits: int, group: int, dtype: mx.Dtype, gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(affine, "on_gpu", lambda: gpu or on_gpu())
     groups = quantize(draw(2, 2, 64, 128, seed=6, dtype=dtype), bits, group, dtype)
     plain = dequantize(groups, bits, group)
     for rows, (transpose, size) in itertools.product((1, 3), ((True, 128), (False, 64))):

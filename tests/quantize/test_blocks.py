@@ -410,7 +410,7 @@ def test_a_call_past_the_capacity_returns_no_plausible_numbers(batch: int, case:
     transform = build(case, 32)
     full = feed(transform, *some_rows(96, batch=batch))
     assert full.coded.tolist() == [64] * batch
-    for n in (60, 90):
+    for n in (70, 90):
         _, *out = transform.update(full, *some_rows(n, batch=batch))
         assert all(mx.isnan(x).all() for x in out)
     with pytest.raises(vq.QuantizerConfigError, match="blocks: `keys` must fit the capacity"):

@@ -167,7 +167,7 @@ class Projected:
         index, real = (x[:, 0] for x in chosen(top_mask(by_row, count, latest=False), most))
         rows = pick(self.residual.swapaxes(1, 2).reshape(batch, 1, columns * heads, dim), index[:, None])[:, 0]
         codes, scales = coder.coded(mx.where(real[..., None], rows, 0))
-        place = mx.where(real, index, -1).astype(mx.int32)
+        place = mx.where(real, index, -1).astype(mx.int32) if most else index
         return AnchoredSide(to_dtype(self.anchors, coder.dtype), self.index, self.gain, codes, scales, place)
 
 
@@ -190,4 +190,8 @@ def value_utility(squares: mx.array, residual: mx.array) -> mx.array:
 
 def merged(begins: mx.array, fresh: Any, held: Any) -> Any:
     """Leaves of `fresh` in the batch rows where `begins` bool [B], of `held` in the others."""
-    return map_leaves(lambda new, old: mx.where(begins.reshape(-1, *(1,) * (old.ndim - 1)), new, old), fresh, held)
+
+    def one(new: mx.array, old: mx.array) -> mx.array:
+        return mx.where(begins.reshape(-1, *(1,) * (old.ndim - 1)), new, old) if old.size else old
+
+    return map_leaves(one, fresh, held)

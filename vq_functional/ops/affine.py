@@ -76,10 +76,15 @@ def matmul(x: mx.array, groups: Groups, bits: int, group: int, transpose: bool) 
     scales, zeros = groups.scales.astype(mx.float32), groups.zeros.astype(mx.float32)
     if x.shape[-2] >= FEW and has_planes(bits, group) and not on_gpu():
         return plane_matmul(x, (groups.codes, scales, zeros), bits, group, transpose)
+    if transpose and scales.shape[-1] == 1 and fused(bits, group):  # MLX's CUDA kernel is wrong for a single group
+        scales, zeros, group = mx.repeat(scales, 2, axis=-1), mx.repeat(zeros, 2, axis=-1), group // 2
     if not fused(bits, group):
-        numbers = dequantize(groups, bits, group)
+        numbers = dequantize(Groups(groups.codes, scales, zeros), bits, group)
         return x @ (numbers.swapaxes(-1, -2) if transpose else numbers)
-    return mx.quantized_matmul(x, groups.codes, scales, zeros, transpose=transpose, group_size=group, bits=bits)
+    codes = groups.codes
+    if on_gpu():  # MLX's CUDA kernels take no views
+        x, codes, scales, zeros = (mx.contiguous(array) for array in (x, codes, scales, zeros))
+    return mx.quantized_matmul(x, codes, scales, zeros, transpose=transpose, group_size=group, bits=bits)
 
 
 def fused(bits: int, group: int) -> bool:

@@ -107,6 +107,8 @@ def top_mask(priority: mx.array, keep: mx.array, latest: bool) -> mx.array:
 def chosen(wanted: mx.array, size: int) -> tuple[mx.array, mx.array]:
     """Index int [..., size] of the columns that are `wanted` [..., C], rising; and which of the indices are."""
     total = wanted.shape[-1]
+    if size == 0:
+        return mx.zeros((*wanted.shape[:-1], 0), mx.int32), mx.zeros((*wanted.shape[:-1], 0), mx.bool_)
     if size == 1:
         first = mx.argmax(wanted, axis=-1, keepdims=True).astype(mx.int32)
         return first, wanted.any(axis=-1, keepdims=True)

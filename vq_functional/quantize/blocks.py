@@ -8,7 +8,7 @@ attends to its own rows, and to all that were exact when it began, exactly.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -160,7 +160,8 @@ class Blocks(Store, Transform):
         self, held: BlockState, queries: mx.array, lengths: mx.array | None = None, proxy: bool = False
     ) -> BlockState:
         n, room = queries.shape[2], self.capacity(held)
-        check(self._columns(n) <= room, self.name, "keys", f"must fit the capacity of {room} packed rows", n)
+        fits = self.settled(Fill(n, n), n).coded <= room
+        check(fits, self.name, "keys", f"must fit the capacity of {room} packed rows", n)
         count = self._packed_at_once(n)
         coded = mx.maximum(held.coded, self._frontier(held.offset))
         held = self.observe(held, queries, lengths, proxy)
@@ -194,18 +195,8 @@ class Blocks(Store, Transform):
     def widen(self, state: BlockState, extent: int) -> BlockState:
         if extent <= self.capacity(state):
             return state
-        return self._resized(state, lambda side, rows: side.grown(rows, extent))
-
-    def narrowed(self, state: BlockState, fills: Sequence[Fill]) -> BlockState:
-        columns = max(self._columns(max(fill.coded for fill in fills)), self.block)
-        if columns >= self.capacity(state):
-            return state
-        # Copies, since a view would keep all rows alive.
-        return self._resized(state, lambda side, rows: map_leaves(mx.contiguous, side.first(rows, columns)))
-
-    def _resized(self, state: BlockState, change: Callable[[Units, Rows], Rows]) -> BlockState:
         keys, values = (
-            attrs.evolve(coded, rows=change(side, coded.rows))
+            attrs.evolve(coded, rows=side.grown(coded.rows, extent))
             for side, coded in zip(self.sides(state.layout), (state.keys, state.values), strict=True)
         )
         return attrs.evolve(state, keys=keys, values=values)
@@ -262,12 +253,15 @@ class Blocks(Store, Transform):
         return _steady(self) if all(fill.coded for fill in fills) else self
 
     def room(self, fill: Fill, n: int, count: int | None = None) -> int:
+        filled = self.written(fill, n if count is None else count)
         if self.max_ctx is not None:
-            tokens = fill.tokens + (n if count is None else count)
-            check(tokens <= self.max_ctx, self.name, "keys", f"must stay within `max_ctx` = {self.max_ctx}", tokens)
-        if not self.settles(self.written(fill, n), n):
-            return fill.coded
-        return min(fill.coded + self._packed_at_once(n), self._columns(fill.tokens + n))
+            rule = f"must stay within `max_ctx` = {self.max_ctx}"
+            check(filled.tokens <= self.max_ctx, self.name, "keys", rule, filled.tokens)
+        if fill.coded == 0:
+            return self.settled(filled, n).coded
+        # From then on a call may be packed as a whole, and the frontier tells which of its rows count.
+        packs = self.settles(self.written(fill, n), n)
+        return min(fill.coded + self._columns(n), self._columns(fill.tokens + n)) if packs else fill.coded
 
     def capacity(self, state: BlockState) -> int:
         return self.sides(state.layout)[1].count(state.values.rows)
@@ -277,7 +271,7 @@ class Blocks(Store, Transform):
 
     def overflows(self, state: BlockState, n: int) -> mx.array:
         coded = mx.maximum(state.coded, self._frontier(state.offset + n))
-        last = mx.maximum(coded, state.coded + self._columns(n))
+        last = mx.maximum(coded, state.coded + self._columns(n)) if self._roomy(coded) else coded
         full = (coded > state.coded) & (last > self.capacity(state))
         return full if self.max_ctx is None else full | (state.offset + n > self.max_ctx)
 

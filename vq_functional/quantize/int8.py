@@ -4,7 +4,7 @@ import attrs
 import mlx.core as mx
 
 from vq_functional.core.codec import Codec, Coder, Rows
-from vq_functional.ops.affine import FUSED_GROUPS
+from vq_functional.ops.affine import FUSED_GROUPS, Groups, matmul
 from vq_functional.ops.device import on_gpu
 from vq_functional.ops.packing import pack, unpack
 from vq_functional.ops.vectors import to_dtype
@@ -48,8 +48,7 @@ class Int8Coder(Coder):
 
     def _product(self, x: mx.array, rows: Rows, transpose: bool) -> mx.array:
         if self.group is not None and on_gpu():
-            codes, scales, zeros = self._affine(rows)
-            return mx.quantized_matmul(x, codes, scales, zeros, transpose=transpose, group_size=self.group, bits=8)
+            return matmul(x, self._affine(rows), 8, self.group, transpose)
         steps, scale = self._steps(rows[0]), rows[1].astype(mx.float32)[..., None, :]
         return (x @ steps.swapaxes(-1, -2)) * scale if transpose else (x * scale) @ steps
 
@@ -61,11 +60,11 @@ class Int8Coder(Coder):
     def _steps(self, codes: mx.array) -> mx.array:
         return unpack(codes, 8, self.dim).astype(mx.float32) - CENTER
 
-    def _affine(self, rows: Rows) -> tuple[mx.array, mx.array, mx.array]:
+    def _affine(self, rows: Rows) -> Groups:
         codes, scale = rows
         groups = self.dim // (self.group or self.dim)
         scales = mx.repeat(scale.astype(mx.float32)[..., None], groups, axis=-1)
-        return codes, scales, scales * -CENTER
+        return Groups(codes, scales, scales * -CENTER)
 
 
 def int8_codec() -> Int8Codec:
