@@ -22,9 +22,9 @@ OPAQUE = (str, bytes, int, float, complex, type, mx.Dtype, types.ModuleType, typ
 
 def reachable(root: Any) -> list[Any]:
     """Every array of MLX or numpy that can be reached through attributes, slots and containers."""
-    seen, found, todo = set(), [], [root]
-    while todo:
-        item = todo.pop()
+    seen, found, waiting = set(), [], [root]
+    while waiting:
+        item = waiting.pop()
         if item is None or isinstance(item, OPAQUE) or id(item) in seen:
             continue
         seen.add(id(item))
@@ -32,14 +32,14 @@ def reachable(root: Any) -> list[Any]:
             found.append(item)
             continue
         if isinstance(item, dict):
-            todo += [*item.keys(), *item.values()]
+            waiting += [*item.keys(), *item.values()]
         elif isinstance(item, list | tuple | set | frozenset):
-            todo += list(item)
-        todo += list(getattr(item, "__dict__", {}).values())
+            waiting += list(item)
+        waiting += list(getattr(item, "__dict__", {}).values())
         for kind in type(item).__mro__:
             slots = kind.__dict__.get("__slots__", ())
             names = (slots,) if isinstance(slots, str) else slots
-            todo += [getattr(item, name) for name in names if hasattr(item, name)]
+            waiting += [getattr(item, name) for name in names if hasattr(item, name)]
     return found
 
 

@@ -17,7 +17,6 @@ from vq_functional.ops.signs import one_bit_matmul
 
 FUSED_BITS = (2, 3, 4, 5, 6, 8)
 FUSED_GROUPS = (32, 64, 128)
-FEW = 3  # from so many rows on, a CPU is faster with planes of codes than with MLX's kernel
 
 
 class Groups(NamedTuple):
@@ -74,7 +73,7 @@ def dequantize(groups: Groups, bits: int, group: int) -> mx.array:
 def matmul(x: mx.array, groups: Groups, bits: int, group: int, transpose: bool) -> mx.array:
     """Float32 `x` [..., M, K] times the numbers [..., K, N], or with `transpose` times their transpose."""
     scales, zeros = groups.scales.astype(mx.float32), groups.zeros.astype(mx.float32)
-    if x.shape[-2] >= FEW and has_planes(bits, group) and not on_gpu():
+    if not on_gpu() and has_planes(bits, group) and x.shape[-2] > bits // 2:  # fewer rows are faster in MLX's kernel
         return plane_matmul(x, (groups.codes, scales, zeros), bits, group, transpose)
     if transpose and scales.shape[-1] == 1 and fused(bits, group):  # MLX's CUDA kernel is wrong for a single group
         scales, zeros, group = mx.repeat(scales, 2, axis=-1), mx.repeat(zeros, 2, axis=-1), group // 2
