@@ -184,16 +184,19 @@ def test_growing_takes_no_more_than_both_sizes(name: str) -> None:
 
 @pytest.mark.parametrize("name", LARGE)
 def test_the_peak_of_decoding_is_flat(name: str) -> None:
-    cache, peaks = TransformKVCache(LARGE[name]), []
+    cache, halves = TransformKVCache(LARGE[name]), []
     step(cache, 0, PROMPT)
     for _ in range(2):
-        start = active()
-        mx.reset_peak_memory()
+        peaks = []
         for seed in range(50):
+            start = mx.get_active_memory()
+            mx.reset_peak_memory()
             step(cache, seed)
-        peaks.append(mx.get_peak_memory() - start)
-    # What attention needs follows the rows, of which there may be 50 more; a move may fall into one half only.
-    assert peaks[1] < peaks[0] * 1.1 + ROOM + (cache.nbytes if name in GROWING else 0)
+            peaks.append(mx.get_peak_memory() - start)
+        # How many temporaries live at once depends on how far MLX's threads are apart, so the least are compared.
+        halves.append(min(peaks))
+    # What attention needs follows the rows, of which there may be 50 more.
+    assert halves[1] < halves[0] * 1.1 + ROOM
 
 
 def pending(arrays: Any) -> int:
@@ -211,13 +214,13 @@ def test_nothing_piles_up_while_only_logits_are_evaluated(name: str, with_hook: 
     caches, marks = cache_list(model, transform), []
     with attention_hook(model) if with_hook else contextlib.nullcontext():
         model(mx.array([tokens(40)]), cache=caches)
-        for i in range(300):
+        for i in range(150):
             mx.eval(model(mx.array([[i % 90]]), cache=caches))
-            if i in (99, 299):
+            if i in (49, 149):
                 nodes = pending([array for cache in caches for array in cache.state[1:]])
                 marks.append((active() - sum(cache.nbytes for cache in caches), nodes))
     (bytes_then, nodes_then), (bytes_now, nodes_now) = marks
-    assert bytes_now - bytes_then < 32 * 1024
+    assert bytes_now - bytes_then < 24 * 1024
     assert nodes_now == nodes_then
 
 
@@ -232,9 +235,9 @@ def test_dropped_caches_leave_nothing(name: str) -> None:
 
     answer()
     before = active()
-    for _ in range(50):
+    for _ in range(20):
         answer()
-    assert active() - before < 16 * 1024
+    assert active() - before < 6 * 1024
 
 
 @pytest.mark.parametrize("name", LARGE)
