@@ -69,7 +69,9 @@ class TransformKVCache(BatchedState):
             self._write(keys, values, counts, lengths)
             if view is not None:  # right padding is returned too
                 view = self._fills[0] if lengths is None else self.transform.written(view, n)
-        held_keys, held_values = self.transform.read(self._whole_state(), view)
+        # A view is another one at every step, and each would be a trace.
+        read = steps(self.transform).read if n == 1 and view is None else self.transform.read
+        held_keys, held_values = read(self._whole_state(), view)
         if watch is not None:
             watch.tell(keys, values, held_keys, held_values)
         self._call = object()
@@ -95,15 +97,16 @@ class TransformKVCache(BatchedState):
             tell_queries(self, queries)
         if first and isinstance(mask, mx.array) and (self._uneven or mask.shape[-1] != keys.shape[2]):
             mask = own_mask(self, queries.shape[2])  # another layer's, or cut by the model
+        waited_for = self._state if first else None  # by `keys`, and so by attention over them
         out = self._finish(queries, scale) if first and mask is None and sinks is None else None
         if out is None:
             if first and sinks is None and queries.shape[2] <= FEW and self.transform.coded:
-                out = self._attend_codes(queries, scale, mask)
+                out, waited_for = self._attend_codes(queries, scale, mask), None
             else:
                 out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
             if first and (self.transform.evicts or self.transform.observes or queries.shape[2] > FEW):
                 self._settle(rescaled(queries, scale))
-        return mx.depends([out], leaves_of(self._state))[0]
+        return out if self._state is waited_for else mx.depends([out], leaves_of(self._state))[0]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None, **_: Any) -> Mask:
         """Mask of the coming call of `N` tokens, as wide as what that call will return."""

@@ -26,6 +26,7 @@ class Steps:
     """
 
     write: Callable[..., Any]
+    read: Callable[..., Any]
     settle: Callable[..., Any]
     settle_by_keys: Callable[..., Any]
     observe: Callable[..., Any]
@@ -62,6 +63,7 @@ def steps(transform: Transform) -> Steps:
 
     return Steps(
         jit(transform.write),
+        jit(transform.read),
         jit(transform.settle_in),
         jit(settle_by_keys),
         jit(transform.observe),

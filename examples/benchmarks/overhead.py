@@ -5,8 +5,8 @@
 
 The first table has a store that holds rows as they come, beside mlx_lm's
 KVCache: both do next to nothing, so that what they differ by is the adapter's.
-The second has a real model in mlx_lm's continuous batches, the plain run and
-the method's in turn.
+The second has a real model in two of mlx_lm's continuous batches, with plain
+caches and with the method's, which take turns every few tokens.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from openblas import use_openblas
 use_openblas()
 
 import mlx.core as mx
-from mlx_lm.generate import batch_generate
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import KVCache
 
 import vq_functional as vq
@@ -36,7 +36,7 @@ from vq_adapters import KVCacheBuilder, KVCacheConfig, TransformKVCache, install
 LAYERS, KV_HEADS, QUERY_HEADS, DIM = 30, 3, 9, 64  # of SmolLM2-135M
 HELD, STEPS, ROUNDS = 40, 64, 8
 LENGTHS = (384, 448, 512, 320, 480, 416, 352, 512)  # tokens of the prompts of a batch, in turn
-ANSWER = 64
+ANSWER, TURN = 64, 8  # tokens in all, and between one kind of cache and the other
 
 
 def drawn(n: int, heads: int, seed: int) -> mx.array:
@@ -100,30 +100,34 @@ def adapter_times() -> dict[str, float]:
 # Batches
 
 
-def batch_seconds(model: Any, tokenizer: Any, prompts: Sequence[list[int]]) -> float:
-    """Seconds of a batch's answers, its prompts left out: a run to the end less one that stops at the first token."""
+def answering(model: Any, prompts: Sequence[list[int]], caches: list[list[Any]]) -> BatchGenerator:
+    """A generator whose requests have all had their prompts read, and answer on whatever they say."""
+    size = len(prompts)
+    generator = BatchGenerator(model, completion_batch_size=size, prefill_batch_size=size)
+    generator.insert(list(prompts), [2 * ANSWER] * size, caches=caches)
+    while len(generator.next_generated()) < size:
+        pass
+    return generator
 
-    def run(count: int) -> float:
-        start = time.perf_counter()
-        batch_generate(model, tokenizer, list(prompts), max_tokens=count, completion_batch_size=len(prompts))
-        return time.perf_counter() - start
 
-    return run(ANSWER + 1) - run(1)
+def turn_seconds(generator: BatchGenerator) -> float:
+    """Seconds of the next few tokens of every request."""
+    start = time.perf_counter()
+    for _ in range(TURN):
+        generator.next_generated()
+    mx.synchronize(generator.stream)
+    return time.perf_counter() - start
 
 
-def batch_ratios(model: Any, tokenizer: Any, method: str, size: int, repeats: int) -> Iterator[tuple[float, float]]:
-    """Tokens a second of plain caches and of the method's, one pair a repeat."""
+def batch_turns(model: Any, tokenizer: Any, method: str, size: int) -> Iterator[tuple[float, float]]:
+    """Tokens a second of plain caches and of the method's, one pair a turn."""
     prompts = [token_slice(tokenizer, 600 * i, LENGTHS[i % len(LENGTHS)]) for i in range(size)]
     ours = KVCacheBuilder.for_model(model, KVCacheConfig(method=method, bit_width_inlier=4))
-    for _ in range(repeats):
-        speeds = []
-        for make in (lambda: [KVCache() for _ in model.layers], lambda: copy.deepcopy(ours)):
-            model.make_cache = make
-            undo = install_attention(model)
-            speeds.append(size * ANSWER / batch_seconds(model, tokenizer, prompts))
-            undo()
-            del model.make_cache
-        yield speeds[0], speeds[1]
+    plain = [[KVCache() for _ in model.layers] for _ in prompts]
+    generators = [answering(model, prompts, caches) for caches in (plain, [copy.deepcopy(ours) for _ in prompts])]
+    for _ in range(ANSWER // TURN):
+        first, second = (size * TURN / turn_seconds(generator) for generator in generators)
+        yield first, second
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -142,8 +146,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, tokenizer = load_model()
     print(f"\nSmolLM2, {args.batch} requests at once, {ANSWER} tokens each after {min(LENGTHS)} to {max(LENGTHS)}\n")
     print(table_head(["method", "tokens a second", "plain", "x plain"]), flush=True)
+    install_attention(model)
     for method in args.methods:
-        pairs = list(batch_ratios(model, tokenizer, method, args.batch, args.repeats))
+        pairs = [pair for _ in range(args.repeats) for pair in batch_turns(model, tokenizer, method, args.batch)]
         plain, own = (statistics.median(side) for side in zip(*pairs, strict=True))
         ratio = statistics.median(mine / theirs for theirs, mine in pairs)
         print(table_line([method, f"{own:.1f}", f"{plain:.1f}", f"{ratio:.2f}"]), flush=True)

@@ -87,9 +87,11 @@ class RowStore(Store, Transform):
         check(n <= room, self.name, "keys", f"must fit the capacity of {room} rows", keys.shape)
         padding = mx.maximum(-state.offset, 0)
         new = self.encode(state.layout, drop_left_padding(keys, padding), drop_left_padding(values, padding))
-        start = mx.maximum(state.offset, 0)
+        count = n if lengths is None else lengths
+        offset = state.offset + count
+        start = offset - count  # by way of the new offset: one kernel makes both
         rows = map_leaves(lambda buffer, x: write_rows(buffer, x, start), state.rows, new)
-        return RowState(rows, state.offset + (n if lengths is None else lengths), state.layout)
+        return RowState(rows, offset, state.layout)
 
     def parts(self, held: RowState, fill: Fill | None = None) -> tuple[Parts, Parts]:
         rows = held.rows if fill is None else first_rows(held.rows, fill.rows)
@@ -126,7 +128,7 @@ def check_sides(name: str, key: Codec, value: Codec) -> None:
 
 def first_rows(rows: HeldRows, count: int) -> HeldRows:
     """The first `count` rows as views."""
-    return map_leaves(lambda x: x[:, :, :count], rows)
+    return HeldRows(*[tuple([x[:, :, :count] for x in side]) for side in (rows.keys, rows.values)])
 
 
 def start_offset(batch: int, left_padding: mx.array | None) -> mx.array:

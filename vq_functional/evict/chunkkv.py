@@ -21,8 +21,8 @@ from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.evict.chain import chain
 from vq_functional.evict.mass import MassPolicy
-from vq_functional.ops.attention import LOWEST
 from vq_functional.ops.rows import pick, put, token_order, top_mask
+from vq_functional.ops.softmax import LOWEST
 from vq_functional.ops.vectors import norm
 
 WINDOW = 32  # tokens: the newest chunks that are pinned unless told otherwise

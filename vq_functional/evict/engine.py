@@ -33,7 +33,7 @@ from vq_functional.evict.slots import (
     resized,
     wiped,
 )
-from vq_functional.ops.attention import LOWEST, Parts
+from vq_functional.ops.attention import Parts
 from vq_functional.ops.masks import query_positions
 from vq_functional.ops.rows import (
     chosen,
@@ -46,6 +46,7 @@ from vq_functional.ops.rows import (
     top_rows,
     victim_row,
 )
+from vq_functional.ops.softmax import LOWEST
 from vq_functional.ops.tables import counting, filled
 
 

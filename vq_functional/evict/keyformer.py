@@ -24,8 +24,8 @@ from vq_functional.core.transform import Transform
 from vq_functional.evict.chain import chain
 from vq_functional.evict.mass import MassPolicy
 from vq_functional.evict.scoring import attention_mass
-from vq_functional.ops.attention import LOWEST
 from vq_functional.ops.noise import halves, hashed, hashed_heads, uniform
+from vq_functional.ops.softmax import softmax_of
 from vq_functional.ops.tables import filled
 
 HOTTEST, COLDEST = 1e30, 1e-20
@@ -120,7 +120,7 @@ class KeyformerPolicy(MassPolicy):
         noise = mx.where(tau > 0, mx.expand_dims(noise, 2), 0.0)
         scores = (scene.logits(queries) + noise) / mx.where(tau > 0, mx.maximum(tau, COLDEST), 1.0)
         seen = mx.expand_dims(visible, 2) & mx.isfinite(scores)
-        return mx.where(seen, mx.softmax(mx.where(seen, scores, LOWEST), axis=-1), 0.0)
+        return softmax_of(scores, seen)
 
 
 def row_noise(seeds: tuple[int, ...], position: mx.array) -> mx.array:

@@ -26,8 +26,9 @@ from vq_functional.evict.engine import Evicting
 from vq_functional.evict.scoring import BLOCK
 from vq_functional.evict.slots import SlotState
 from vq_functional.evict.tova import TOVAPolicy
-from vq_functional.ops.attention import LOWEST, logits, mixed
+from vq_functional.ops.attention import logits, mixed
 from vq_functional.ops.masks import causal, query_positions
+from vq_functional.ops.softmax import LOWEST, softmax
 from vq_functional.ops.vectors import TINY, to_dtype
 
 
@@ -114,7 +115,7 @@ def score_pass(
         end = min(start + BLOCK, n)
         scores = logits((*key_parts, plain_part(keys[:, :, :end])), queries[:, :, start:end], scale)
         seen = causal(columns[..., : scores.shape[-1]], asked[:, start:end])
-        paid = mx.softmax(mx.where(seen[:, :, None], scores, LOWEST), axis=-1)
+        paid = softmax(mx.where(seen[:, :, None], scores, LOWEST))
         outs.append(mixed((*value_parts, plain_part(values[:, :, :end])), paid))
         stored, repeated = mx.split(paid, [position.shape[2]], axis=-1)
         among = stored @ counts + repeated.sum(axis=-1, keepdims=True)

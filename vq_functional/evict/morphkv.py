@@ -19,8 +19,8 @@ from vq_functional.core.policy import Policy, Scene, Spans, check_policy, protec
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.evict.chain import chain
-from vq_functional.ops.attention import LOWEST
 from vq_functional.ops.rows import newest_rows, pick
+from vq_functional.ops.softmax import LOWEST
 from vq_functional.ops.tables import counting
 
 

@@ -21,8 +21,9 @@ from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.evict.chain import chain
 from vq_functional.evict.slots import SlotState
-from vq_functional.ops.attention import LOWEST, logits
+from vq_functional.ops.attention import logits
 from vq_functional.ops.rows import read_rows
+from vq_functional.ops.softmax import LOWEST
 from vq_functional.ops.vectors import TINY, unit
 
 SQUARINGS = 12  # the second direction fades by the ratio of the two eigenvalues to the power of 2**12

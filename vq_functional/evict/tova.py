@@ -18,8 +18,8 @@ from vq_functional.core.shard import WHOLE, Shard
 from vq_functional.core.store import rows
 from vq_functional.core.transform import Transform
 from vq_functional.evict.chain import chain
-from vq_functional.ops.attention import LOWEST
 from vq_functional.ops.rows import read_rows
+from vq_functional.ops.softmax import LOWEST
 
 
 @attrs.frozen(kw_only=True)

@@ -27,9 +27,10 @@ from vq_functional.core.tree import map_leaves, static_field
 from vq_functional.core.warn import warn_uncalibrated
 from vq_functional.hybrid.a2ats_codes import fitted_codebook, query_moment
 from vq_functional.hybrid.a2ats_options import A2ATSOptions
-from vq_functional.ops.attention import LOWEST, Mask, Parts, attend, decode
+from vq_functional.ops.attention import Mask, Parts, attend, decode
 from vq_functional.ops.kmeans import on_host
 from vq_functional.ops.rows import drop_left_padding, extend_rows, pick, read_rows, top_rows, write_rows
+from vq_functional.ops.softmax import LOWEST
 from vq_functional.ops.spectrum import to_samples
 from vq_functional.quantize.int8 import int8_codec
 

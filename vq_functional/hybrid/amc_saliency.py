@@ -4,8 +4,8 @@ import attrs
 import mlx.core as mx
 
 from vq_functional.core.describe import Described
-from vq_functional.ops.attention import LOWEST
 from vq_functional.ops.rows import top_mask
+from vq_functional.ops.softmax import LOWEST
 from vq_functional.ops.vectors import TINY, norm
 
 NORMALIZE = ("deviation", "size", "none")

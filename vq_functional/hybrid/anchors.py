@@ -12,8 +12,8 @@ from vq_functional.core.spec import Layout
 from vq_functional.core.tree import map_leaves
 from vq_functional.hybrid.anchor_codes import AnchoredCodec, AnchoredCoder, AnchoredSide
 from vq_functional.hybrid.anchor_state import Sizes
-from vq_functional.ops.attention import LOWEST
 from vq_functional.ops.rows import chosen, pick, top_mask
+from vq_functional.ops.softmax import softmax_of
 from vq_functional.ops.vectors import TINY, norm, to_dtype
 
 LIMIT = mx.finfo(mx.float32).max / 64  # rows of numbers up to here have multiples and residuals that can't overflow
@@ -76,7 +76,7 @@ class Prompt:
         last = position - 1 if self.proxy else position
         seen = self.columns[:, None] <= last[:, None, :, None]
         scores = (self.queries * self.queries.shape[3] ** -0.5) @ self.keys.swapaxes(-1, -2)
-        return mx.where(seen, mx.softmax(mx.where(seen, scores, LOWEST), axis=-1), 0)
+        return softmax_of(scores, seen)
 
 
 def cleaned(x: mx.array, live: mx.array | None = None) -> mx.array:

@@ -27,8 +27,9 @@ from vq_functional.core.tree import map_leaves
 from vq_functional.evict.engine import Evicting
 from vq_functional.evict.slots import SlotState, free_slot
 from vq_functional.evict.snapkv import SnapKVPolicy
-from vq_functional.ops.attention import LOWEST, Mask, attend
+from vq_functional.ops.attention import Mask, attend
 from vq_functional.ops.rows import extend_rows, pick, put, token_order
+from vq_functional.ops.softmax import LOWEST, softmax
 from vq_functional.ops.tables import counting
 from vq_functional.ops.vectors import TINY
 
@@ -161,7 +162,7 @@ class Pages:
         logits = mx.where(useful[:, :, None] & mx.isfinite(logits), logits, LOWEST)
         if logits.shape[2] == 1:  # a single query ranks by its logits, which keep their full precision
             return logits[:, :, 0]
-        return mx.softmax(logits, axis=-1).sum(axis=2)
+        return softmax(logits).sum(axis=2)
 
 
 def _signed(x: mx.array) -> mx.array:

@@ -8,6 +8,7 @@ the same kind for neighbours in memory, which compilers turn into vectors.
 import mlx.core as mx
 
 BYTE = 8
+FEW = 4  # rows beyond one group's that cost less than codes * scale
 
 
 def plane_matmul(x: mx.array, groups: tuple[mx.array, ...], bits: int, group: int, transpose: bool) -> mx.array:
@@ -16,7 +17,9 @@ def plane_matmul(x: mx.array, groups: tuple[mx.array, ...], bits: int, group: in
     `groups` are codes, float32 scales and float32 zeros; `bits` and `group` as `has_planes` wants them.
     """
     codes, scales, zeros = groups
-    planes = _planes(codes, scales, bits, group)
+    if not transpose and x.shape[-2] * (scales.shape[-1] - 1) <= FEW:
+        return _mixed_by_scaled_rows(x, groups, bits, group)
+    planes = [_scaled(plane, codes, scales, group) for plane in _planes(codes, scales, bits, group)]
     if transpose:
         sums = x.reshape(*x.shape[:-1], x.shape[-1] // group, group).sum(axis=-1)
         out = sums @ zeros.swapaxes(-1, -2)
@@ -32,12 +35,28 @@ def has_planes(bits: int, group: int) -> bool:
     return bits > 1 and BYTE % bits == 0 and group % (BYTE // bits) == 0
 
 
+def _mixed_by_scaled_rows(x: mx.array, groups: tuple[mx.array, ...], bits: int, group: int) -> mx.array:
+    """`x` times the numbers, with the scales in the rows of `x`: all of them once a group, and then the codes as such."""
+    codes, scales, zeros = groups
+    rows = (x[..., None, :, :] * scales.swapaxes(-1, -2)[..., None, :]).flatten(-3, -2)
+    steps = mx.stack([rows @ plane for plane in _planes(codes, scales, bits, group)], axis=-1)
+    count = scales.shape[-1]
+    steps = steps.reshape(*x.shape[:-2], count, x.shape[-2], count, group)
+    own = mx.diagonal(steps, axis1=-4, axis2=-2).swapaxes(-1, -2)  # a group's columns by its own scales
+    return (own + (x @ zeros)[..., None]).flatten(-2)
+
+
 def _planes(codes: mx.array, scales: mx.array, bits: int, group: int) -> list[mx.array]:
-    """Code * scale, float32 [..., N * bits / 8] each."""
+    """The codes as float32 [..., N * bits / 8] each."""
     per_octet = BYTE // bits
-    shape = (*scales.shape, group // per_octet)
-    octets = codes.view(mx.uint8)[..., : shape[-2] * shape[-1]]  # the last word may not be full
+    count = scales.shape[-1] * (group // per_octet)
+    octets = codes.view(mx.uint8)[..., :count]  # the last word may not be full
+    return [((octets >> (bits * place)) & (2**bits - 1)).astype(mx.float32) for place in range(per_octet)]
+
+
+def _scaled(plane: mx.array, codes: mx.array, scales: mx.array, group: int) -> mx.array:
+    """A plane's codes * scale."""
+    wide = (*scales.shape, plane.shape[-1] // scales.shape[-1])
     # Compiled into one kernel with its broadcast, the product would go number by number; alone it goes by groups.
-    wide = mx.depends([mx.broadcast_to(scales[..., None], shape)], [codes])[0]
-    planes = [((octets >> (bits * place)) & (2**bits - 1)).astype(mx.float32) for place in range(per_octet)]
-    return [(plane.reshape(shape) * wide).flatten(-2) for plane in planes]
+    factors = mx.depends([mx.broadcast_to(scales[..., None], wide)], [codes])[0]
+    return (plane.reshape(wide) * factors).flatten(-2)

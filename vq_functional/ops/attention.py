@@ -7,13 +7,12 @@ import mlx.core as mx
 
 from vq_functional.core.codec import Part, PlainCoder
 from vq_functional.core.errors import check
+from vq_functional.ops.softmax import LOWEST, softmax, softmax_of
 from vq_functional.ops.tables import counting
 from vq_functional.ops.vectors import to_dtype
 
 Mask: TypeAlias = mx.array | str | None
 Parts: TypeAlias = tuple[Part, ...]
-
-LOWEST = mx.finfo(mx.float32).min
 
 
 def decode(parts: Parts) -> mx.array:
@@ -43,8 +42,7 @@ def probabilities(parts: Parts, queries: mx.array, scale: float, visible: mx.arr
     """
     scores = logits(parts, queries, scale)
     seen = mx.expand_dims(visible, 2) & mx.isfinite(scores)
-    weights = mx.softmax(mx.where(seen, scores, LOWEST), axis=-1)
-    return mx.where(seen, weights, 0.0)
+    return softmax_of(scores, seen)
 
 
 def attend(key_parts: Parts, value_parts: Parts, queries: mx.array, scale: float, mask: Mask = None) -> mx.array:
@@ -56,7 +54,7 @@ def attend(key_parts: Parts, value_parts: Parts, queries: mx.array, scale: float
     if all(isinstance(part.coder, PlainCoder) for part in key_parts + value_parts):
         keys, values = decode(key_parts), decode(value_parts)
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
-    weights = mx.softmax(masked(logits(key_parts, queries, scale), mask), axis=-1)
+    weights = softmax(masked(logits(key_parts, queries, scale), mask))
     return to_dtype(mixed(value_parts, weights), queries.dtype)
 
 

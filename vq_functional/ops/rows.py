@@ -28,6 +28,9 @@ def read_rows(buffer: mx.array, start: mx.array, count: int, axis: int = 2) -> m
         shape = list(buffer.shape)
         shape[axis] = count
         return mx.slice(buffer, start, axes=(axis,), slice_size=tuple(shape))
+    if axis == 2:
+        index = (start[:, None] + counting(count))[:, None]
+        return pick(buffer, mx.broadcast_to(index, (*buffer.shape[:2], count)))
     return mx.take_along_axis(buffer, _along(start[:, None] + counting(count), axis, buffer.ndim), axis=axis)
 
 

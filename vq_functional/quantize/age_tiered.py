@@ -8,6 +8,7 @@ A group has the width of its oldest token. Keys and values are both in groups
 along tokens; the newest, incomplete group is exact.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, cast
@@ -83,12 +84,12 @@ class AgeTiered(Store, Transform):
         """Bits of recent, mid and old rows."""
         return self.options.bits_recent, self.options.bits_mid, self.options.bits_old
 
-    @property
+    @functools.cached_property
     def block(self) -> int:
         """Rows that move together: whole groups that fill whole words at every width."""
         return math.lcm(*(RangeGroupsCodec(bits, self.options.group_size).unit for bits in self.widths))
 
-    @property
+    @functools.cached_property
     def rooms(self) -> tuple[int, int]:
         """Rows that recent and mid hold at most between calls."""
         o, block = self.options, self.block

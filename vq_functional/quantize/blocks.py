@@ -74,17 +74,17 @@ class Blocks(Store, Transform):
         check_int(self.name, "residual", self.residual, 0)
         check_sides(self.name, self.key, self.value)
 
-    @property
+    @functools.cached_property
     def block(self) -> int:
         """Rows packed at a time."""
         return math.lcm(self.key.unit, self.value.unit)
 
-    @property
+    @functools.cached_property
     def least(self) -> int:
         """Rows of the first packing: whole blocks, and with the exact rows behind them enough to fit tables to."""
         return max(self.block, self._columns(max(self.key.warmup, self.value.warmup) - self.residual))
 
-    @property
+    @functools.cached_property
     def recent_rows(self) -> int:
         """Room for exact rows between calls."""
         return self.residual + self.least
@@ -236,9 +236,7 @@ class Blocks(Store, Transform):
         return attrs.evolve(state, recent=recent, coded=coded)
 
     def settled(self, fill: Fill, n: int) -> Fill:
-        past = max(0, fill.tokens - self.residual)
-        coded = past // self.block * self.block if past >= self.least else 0
-        return Fill(fill.tokens, fill.rows, max(fill.coded, coded))
+        return Fill(fill.tokens, fill.rows, max(fill.coded, self._packable(fill.tokens)))
 
     def trimmed(self, fill: Fill, n: int) -> Fill:
         tokens = max(fill.tokens - n, 0)
@@ -247,20 +245,20 @@ class Blocks(Store, Transform):
         return Fill(tokens, tokens, tokens // self.block * self.block if tokens >= self.least else 0)
 
     def settles(self, fill: Fill, n: int) -> bool:
-        return n > 1 or self.settled(fill, n) != fill
+        return n > 1 or self._packable(fill.tokens) > fill.coded
 
     def after(self, fills: Sequence[Fill]) -> "Blocks":
         return _steady(self) if all(fill.coded for fill in fills) else self
 
     def room(self, fill: Fill, n: int, count: int | None = None) -> int:
-        filled = self.written(fill, n if count is None else count)
+        tokens = fill.tokens + (n if count is None else count)
         if self.max_ctx is not None:
             rule = f"must stay within `max_ctx` = {self.max_ctx}"
-            check(filled.tokens <= self.max_ctx, self.name, "keys", rule, filled.tokens)
+            check(tokens <= self.max_ctx, self.name, "keys", rule, tokens)
         if fill.coded == 0:
-            return self.settled(filled, n).coded
+            return self._packable(tokens)
         # From then on a call may be packed as a whole, and the frontier tells which of its rows count.
-        packs = self.settles(self.written(fill, n), n)
+        packs = n > 1 or self._packable(fill.tokens + n) > fill.coded
         return min(fill.coded + self._columns(n), self._columns(fill.tokens + n)) if packs else fill.coded
 
     def capacity(self, state: BlockState) -> int:
@@ -327,6 +325,11 @@ class Blocks(Store, Transform):
 
     def _frontier(self, offset: mx.array) -> mx.array:
         return self._reopened(mx.maximum(offset - self.residual, 0))
+
+    def _packable(self, tokens: int) -> int:
+        """`_frontier` of a plain number."""
+        past = tokens - self.residual
+        return past // self.block * self.block if past >= self.least else 0
 
     def _reopened(self, tokens: mx.array) -> mx.array:
         """Rows int [B] in blocks when `tokens` may be."""

@@ -2,7 +2,8 @@
 
 import mlx.core as mx
 
-from vq_functional.ops.attention import LOWEST, lower_right
+from vq_functional.ops.attention import lower_right
+from vq_functional.ops.softmax import softmax_of
 from vq_functional.ops.vectors import TINY, norm
 
 
@@ -30,7 +31,7 @@ def row_entropy(queries: mx.array, keys: mx.array) -> mx.array:
     queries = queries.astype(mx.float32) * keys.shape[-1] ** -0.5
     scores = queries @ keys.astype(mx.float32).swapaxes(-1, -2)
     seen = lower_right(newest, rows) & mx.isfinite(scores)
-    weights = mx.where(seen, mx.softmax(mx.where(seen, scores, LOWEST), axis=-1), 0)
+    weights = softmax_of(scores, seen)
     entropy = -(weights * mx.log(mx.maximum(weights, TINY))).sum(axis=-1)
     most = mx.log(mx.arange(rows - newest + 1, rows + 1).astype(mx.float32))
     return mx.where(most > 0, mx.minimum(entropy / mx.where(most > 0, most, 1), 1), 1)

@@ -16,10 +16,10 @@ from vq_functional.core.codec import Codec, Coder, PlainCodec, Rows
 from vq_functional.core.errors import check, check_between, check_choice, check_int, check_number, check_seed
 from vq_functional.core.spec import Layout
 from vq_functional.core.transform import Transform
-from vq_functional.ops.attention import LOWEST
 from vq_functional.ops.masks import query_positions
 from vq_functional.ops.packing import alignment
 from vq_functional.ops.rows import top_mask
+from vq_functional.ops.softmax import LOWEST
 from vq_functional.ops.vectors import norm
 from vq_functional.quantize.blocks import Blocks, BlockState, Recent
 from vq_functional.quantize.groups import ChannelGroups
