@@ -12,7 +12,7 @@ use_openblas()  # before anything imports mlx
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
-    "ci", deadline=None, derandomize=True, max_examples=15, suppress_health_check=[HealthCheck.too_slow]
+    "ci", deadline=None, derandomize=True, max_examples=8, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("ci")
 

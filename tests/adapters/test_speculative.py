@@ -32,6 +32,7 @@ from vq_functional.core.store import RowStore
 
 ALL = {**TRANSFORMS, "rows": vq.rows()}
 BY_ROWS = [name for name, transform in ALL.items() if isinstance(transform, RowStore)]
+WAYS = pytest.mark.parametrize(("guesses", "hooked"), [(1, True), (4, False), (4, True)])
 DRAFTS = {"same": 0, "other": 1}  # every draft accepted; nearly every draft refused
 
 
@@ -58,8 +59,7 @@ def speculative(
     return list(chosen), mx.stack(rows), sum(drafted)
 
 
-@pytest.mark.parametrize("hooked", [False, True], ids=["arrays", "hooked"])
-@pytest.mark.parametrize("guesses", [1, 4])
+@WAYS
 @pytest.mark.parametrize("kind", DRAFTS)
 @pytest.mark.parametrize("name", BY_ROWS)
 def test_tokens_equal_those_without_a_draft(name: str, kind: str, guesses: int, hooked: bool) -> None:
@@ -73,8 +73,7 @@ def test_tokens_equal_those_without_a_draft(name: str, kind: str, guesses: int, 
     assert (drafted > 10) == (kind == "same")
 
 
-@pytest.mark.parametrize("hooked", [False, True], ids=["arrays", "hooked"])
-@pytest.mark.parametrize("guesses", [1, 4])
+@WAYS
 @pytest.mark.parametrize("kind", DRAFTS)
 @pytest.mark.parametrize("name", sorted(set(TRIMMABLE) - set(BY_ROWS)))
 def test_a_draft_costs_no_accuracy(name: str, kind: str, guesses: int, hooked: bool) -> None:

@@ -218,8 +218,8 @@ def test_products_equal_those_of_the_numbers(
     monkeypatch.setattr(affine, "on_gpu", lambda: gpu or on_gpu())
     groups = quantize(draw(2, 2, 64, 128, seed=6, dtype=dtype), bits, group, dtype)
     plain = dequantize(groups, bits, group)
-    for rows, (transpose, size) in itertools.product((1, 3, 5), ((True, 128), (False, 64))):
-        x = draw(2, 2, rows, size, seed=7)
+    for rows, heads, (transpose, size) in itertools.product((1, 3, 5), (2, 1), ((True, 128), (False, 64))):
+        x = draw(2, heads, rows, size, seed=7)
         got = matmul(x, groups, bits, group, transpose)
         want = numbers(x).astype(np.float64) @ (numbers(plain).swapaxes(-1, -2) if transpose else numbers(plain))
         assert got.dtype == mx.float32

@@ -58,9 +58,7 @@ def test_only_what_is_seen() -> None:
     assert softmax_of(scores, seen).tolist() == [[0.5, 0, 0.5], [0, 1, 0], [0, 0, 0]]
 
 
-@given(
-    rows=st.integers(1, 5), columns=st.integers(1, 300), masked=st.integers(0, 299), seed=st.integers(0, 2**31 - 1)
-)
+@given(rows=st.integers(1, 5), columns=st.integers(1, 300), masked=st.integers(0, 299), seed=st.integers(0, 2**31 - 1))
 def test_weights_sum_to_one(rows: int, columns: int, masked: int, seed: int) -> None:
     scores = mx.random.normal((rows, columns), key=mx.random.key(seed)) * 20
     seen = mx.arange(columns) >= min(masked, columns - 1)

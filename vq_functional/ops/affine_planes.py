@@ -36,12 +36,12 @@ def has_planes(bits: int, group: int) -> bool:
 
 
 def _mixed_by_scaled_rows(x: mx.array, groups: tuple[mx.array, ...], bits: int, group: int) -> mx.array:
-    """`x` times the numbers, with the scales in the rows of `x`: all of them once a group, and then the codes as such."""
+    """`x` times the numbers: `x` times the scales of each group, and that times the codes as they are."""
     codes, scales, zeros = groups
     rows = (x[..., None, :, :] * scales.swapaxes(-1, -2)[..., None, :]).flatten(-3, -2)
     steps = mx.stack([rows @ plane for plane in _planes(codes, scales, bits, group)], axis=-1)
     count = scales.shape[-1]
-    steps = steps.reshape(*x.shape[:-2], count, x.shape[-2], count, group)
+    steps = steps.reshape(*steps.shape[:-3], count, x.shape[-2], count, group)
     own = mx.diagonal(steps, axis1=-4, axis2=-2).swapaxes(-1, -2)  # a group's columns by its own scales
     return (own + (x @ zeros)[..., None]).flatten(-2)
 
