@@ -21,7 +21,7 @@ from vq_functional.core.store import Store, check_sides, start_offset
 from vq_functional.core.transform import Fill, Transform
 from vq_functional.core.tree import map_leaves, static_field
 from vq_functional.ops.attention import Parts
-from vq_functional.ops.rows import drop_left_padding, extend_rows, read_rows, write_rows
+from vq_functional.ops.rows import drop_left_padding, extend_rows, moved_up, read_rows, write_rows
 from vq_functional.quantize.sinks import SIGNALS, Patched, SinkRule, Sinks, sink_rule, without_sinks
 from vq_functional.quantize.units import Units, units
 
@@ -139,8 +139,9 @@ class Blocks(Store, Transform):
 
     def write(self, state: BlockState, keys: mx.array, values: mx.array, lengths: mx.array | None = None) -> BlockState:
         n = keys.shape[2]
-        padding = mx.maximum(-state.offset, 0)
-        start = mx.maximum(state.offset, 0) - state.coded
+        padding, count = mx.maximum(-state.offset, 0), n if lengths is None else lengths
+        offset = state.offset + count
+        start = mx.maximum(offset - count, 0) - state.coded  # by way of the new offset: one kernel makes both
         room = self.recent_rows + (n if n > 1 else 0)
 
         def append(recent: mx.array, x: mx.array) -> mx.array:
@@ -148,7 +149,7 @@ class Blocks(Store, Transform):
 
         memory = map_leaves(lambda x: extend_rows(x, room), state.recent.memory)
         recent = Recent(append(state.recent.keys, keys), append(state.recent.values, values), memory)
-        return attrs.evolve(state, recent=recent, offset=state.offset + (n if lengths is None else lengths))
+        return attrs.evolve(state, recent=recent, offset=offset)
 
     def observe(
         self, held: BlockState, queries: mx.array, lengths: mx.array | None = None, proxy: bool = False
@@ -165,9 +166,9 @@ class Blocks(Store, Transform):
         count = self._packed_at_once(n)
         coded = mx.maximum(held.coded, self._frontier(held.offset))
         held = self.observe(held, queries, lengths, proxy)
-        wide = map_leaves(lambda x: extend_rows(x, self.recent_rows + count), held.recent)
-        packed = self._packed(held, wide, count, coded)
-        recent = map_leaves(lambda x: read_rows(x, coded - held.coded, self.recent_rows), wide)
+        packed = self._packed(held, count, coded)
+        shift = coded - held.coded
+        recent = map_leaves(lambda x: moved_up(x, shift, self.recent_rows, count), held.recent)
         return attrs.evolve(packed, recent=recent, coded=coded)
 
     def parts(self, held: BlockState, fill: Fill | None = None) -> tuple[Parts, Parts]:
@@ -273,10 +274,10 @@ class Blocks(Store, Transform):
         full = (coded > state.coded) & (last > self.capacity(state))
         return full if self.max_ctx is None else full | (state.offset + n > self.max_ctx)
 
-    def _packed(self, held: BlockState, exact: Recent, count: int, coded: mx.array) -> BlockState:
-        """The state with the first `count` rows of `exact` packed; `coded` int [B] tells how many of them count."""
+    def _packed(self, held: BlockState, count: int, coded: mx.array) -> BlockState:
+        """The state with its first `count` exact rows packed; `coded` int [B] tells how many of them count."""
         key, value = self.sides(held.layout)
-        recent, sinks = map_leaves(lambda x: x[:, :, :count], exact), held.sinks
+        recent, sinks = map_leaves(lambda x: x[:, :, :count], held.recent), held.sinks
         if self.sinks is not None and sinks is not None:
             sinks = self.sinks.valid(sinks, held.coded)
             sinks, chosen = self.sinks.choose(sinks, recent.keys, recent.values, held.coded, coded, self.block)
@@ -287,7 +288,7 @@ class Blocks(Store, Transform):
             recent = attrs.evolve(recent, keys=drawn[0], values=drawn[1])
         tables = held.keys.tables, held.values.tables
         if not self.steady:
-            first = map_leaves(lambda x, rest: mx.concatenate([x, rest[:, :, count:]], axis=2), recent, exact)
+            first = map_leaves(lambda x, rest: mx.concatenate([x, rest[:, :, count:]], axis=2), recent, held.recent)
             fresh = self.fit(held.layout, map_leaves(lambda x: x[:, :, : self.recent_rows], first))
             begins = (held.coded == 0) & (coded > 0)
             tables = map_leaves(lambda new, old: mx.where(_along_batch(begins, new), new, old), fresh, tables)
