@@ -36,7 +36,7 @@ from vq_functional.hybrid.anchor_state import (
 )
 from vq_functional.hybrid.anchors import Prompt, Rule, anchored, cleaned, merged
 from vq_functional.ops.attention import Parts
-from vq_functional.ops.rows import drop_left_padding, extend_rows, moved_up, write_rows
+from vq_functional.ops.rows import drop_left_padding, extend_rows, read_rows, write_rows
 from vq_functional.ops.tables import counting
 
 
@@ -232,7 +232,8 @@ class AnchorKV(Transform):
             keys, values, position = merged(begins, anchored(self.rule, held.layout, prompt), old)
             coded = mx.where(begins, held.prompt, held.coded)
             wide = attrs.evolve(wide, keys=keys, values=values, position=position, coded=coded)
-        exact = [moved_up(x, coded - held.coded, extent.rows, before.rows) for x in held.recent]
+        room = before.rows + extent.rows
+        exact = [read_rows(extend_rows(x, room), coded - held.coded, extent.rows) for x in held.recent]
         return attrs.evolve(wide, recent=(exact[0], exact[1]))
 
     def _prompt(self, held: AnchorState, columns: int, length: mx.array) -> Prompt:

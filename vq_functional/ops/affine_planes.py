@@ -8,7 +8,7 @@ the same kind for neighbours in memory, which compilers turn into vectors.
 import mlx.core as mx
 
 BYTE = 8
-FEW = 4  # rows beyond one group's that cost less than codes * scale
+FEW = 4  # so many more rows of a product cost less than to scale all codes
 
 
 def plane_matmul(x: mx.array, groups: tuple[mx.array, ...], bits: int, group: int, transpose: bool) -> mx.array:
@@ -18,7 +18,7 @@ def plane_matmul(x: mx.array, groups: tuple[mx.array, ...], bits: int, group: in
     """
     codes, scales, zeros = groups
     if not transpose and x.shape[-2] * (scales.shape[-1] - 1) <= FEW:
-        return _mixed_by_scaled_rows(x, groups, bits, group)
+        return _by_scaled_rows(x, groups, bits, group)
     planes = [_scaled(plane, codes, scales, group) for plane in _planes(codes, scales, bits, group)]
     if transpose:
         sums = x.reshape(*x.shape[:-1], x.shape[-1] // group, group).sum(axis=-1)
@@ -35,7 +35,7 @@ def has_planes(bits: int, group: int) -> bool:
     return bits > 1 and BYTE % bits == 0 and group % (BYTE // bits) == 0
 
 
-def _mixed_by_scaled_rows(x: mx.array, groups: tuple[mx.array, ...], bits: int, group: int) -> mx.array:
+def _by_scaled_rows(x: mx.array, groups: tuple[mx.array, ...], bits: int, group: int) -> mx.array:
     """`x` times the numbers: `x` times the scales of each group, and that times the codes as they are."""
     codes, scales, zeros = groups
     rows = (x[..., None, :, :] * scales.swapaxes(-1, -2)[..., None, :]).flatten(-3, -2)

@@ -29,15 +29,9 @@ def read_rows(buffer: mx.array, start: mx.array, count: int, axis: int = 2) -> m
         shape[axis] = count
         return mx.slice(buffer, start, axes=(axis,), slice_size=tuple(shape))
     if axis == 2:
-        return _run(buffer, start, count)
+        index = (start[:, None] + counting(count))[:, None]
+        return pick(buffer, mx.broadcast_to(index, (*buffer.shape[:2], count)))
     return mx.take_along_axis(buffer, _along(start[:, None] + counting(count), axis, buffer.ndim), axis=axis)
-
-
-def moved_up(x: mx.array, shift: mx.array, count: int, most: int) -> mx.array:
-    """`count` rows of `x` [B, H, R, ...] from `shift` int [B] on, at most `most`; what follows the last is no row."""
-    if x.shape[0] == 1:
-        return read_rows(extend_rows(x, count + most), shift, count)
-    return _run(x, shift, count)
 
 
 def pick(x: mx.array, index: mx.array) -> mx.array:
@@ -147,12 +141,6 @@ def victim_row(priority: mx.array, position: mx.array, latest: bool) -> mx.array
     if latest:
         return mx.argmin(mx.where(tied, position, BIG), axis=-1, keepdims=True)
     return mx.argmax(mx.where(tied, position, -1), axis=-1, keepdims=True)
-
-
-def _run(x: mx.array, start: mx.array, count: int) -> mx.array:
-    """`count` rows from `start` int [B] on, with the last of `x` in place of any behind it."""
-    index = (start[:, None] + counting(count))[:, None]
-    return pick(x, mx.broadcast_to(index, (*x.shape[:2], count)))
 
 
 def _along(index: mx.array, axis: int, ndim: int) -> mx.array:

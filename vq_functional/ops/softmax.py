@@ -22,7 +22,7 @@ _EXP = (
 
 
 def softmax(scores: mx.array) -> mx.array:
-    """Softmax of float32 `scores` over the last axis; NaN where one is NaN or infinite."""
+    """Softmax of float32 `scores` over the last axis; NaN where one is NaN or +infinity."""
     return mx.softmax(scores, axis=-1) if has_vector_exp() else _softmax(scores)
 
 

@@ -24,7 +24,7 @@ from vq_functional.core.transform import Fill, Transform
 from vq_functional.core.tree import map_leaves, static_field
 from vq_functional.core.warn import warn
 from vq_functional.ops.attention import Parts
-from vq_functional.ops.rows import drop_left_padding, extend_rows, moved_up, write_rows
+from vq_functional.ops.rows import drop_left_padding, extend_rows, read_rows, write_rows
 from vq_functional.quantize.ranges import RangeGroups, RangeGroupsCodec
 from vq_functional.quantize.units import Units, units
 
@@ -139,12 +139,12 @@ class AgeTiered(Store, Transform):
         count = self._whole(queries.shape[2])
         before, after = held.coded, mx.maximum(held.coded, self._frontiers(held.offset))
         recent_sides, mid_sides, old_sides = self.sides(held.layout)
-        came = _each(lambda side, x: side.coder.encode(x[:, :, :count]), recent_sides, held.exact)
+        wide = map_leaves(lambda x: extend_rows(x, self.block + count), held.exact)
+        came = _each(lambda side, x: side.coder.encode(x[:, :, :count]), recent_sides, wide)
         recent, came = self._pass_on(recent_sides, held.recent, came, before[:, :2], after[:, :2], self.widths[1])
         mid, came = self._pass_on(mid_sides, held.mid, came, before[:, 1:], after[:, 1:], self.widths[2])
         old = _each(lambda side, rows, new: side.write(rows, new, before[:, 2], after[:, 2]), old_sides, held.old, came)
-        shift = after[:, 0] - before[:, 0]
-        exact = map_leaves(lambda x: moved_up(x, shift, self.block, count), held.exact)
+        exact = map_leaves(lambda x: read_rows(x, after[:, 0] - before[:, 0], self.block), wide)
         return TieredState(recent, mid, old, exact, after, held.offset, held.layout)
 
     def parts(self, held: TieredState, fill: Fill | None = None) -> tuple[Parts, Parts]:

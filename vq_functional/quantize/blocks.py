@@ -21,7 +21,7 @@ from vq_functional.core.store import Store, check_sides, start_offset
 from vq_functional.core.transform import Fill, Transform
 from vq_functional.core.tree import map_leaves, static_field
 from vq_functional.ops.attention import Parts
-from vq_functional.ops.rows import drop_left_padding, extend_rows, moved_up, read_rows, write_rows
+from vq_functional.ops.rows import drop_left_padding, extend_rows, read_rows, write_rows
 from vq_functional.quantize.sinks import SIGNALS, Patched, SinkRule, Sinks, sink_rule, without_sinks
 from vq_functional.quantize.units import Units, units
 
@@ -166,9 +166,9 @@ class Blocks(Store, Transform):
         count = self._packed_at_once(n)
         coded = mx.maximum(held.coded, self._frontier(held.offset))
         held = self.observe(held, queries, lengths, proxy)
-        packed = self._packed(held, count, coded)
-        shift = coded - held.coded
-        recent = map_leaves(lambda x: moved_up(x, shift, self.recent_rows, count), held.recent)
+        wide = map_leaves(lambda x: extend_rows(x, self.recent_rows + count), held.recent)
+        packed = self._packed(held, wide, count, coded)
+        recent = map_leaves(lambda x: read_rows(x, coded - held.coded, self.recent_rows), wide)
         return attrs.evolve(packed, recent=recent, coded=coded)
 
     def parts(self, held: BlockState, fill: Fill | None = None) -> tuple[Parts, Parts]:
@@ -274,10 +274,10 @@ class Blocks(Store, Transform):
         full = (coded > state.coded) & (last > self.capacity(state))
         return full if self.max_ctx is None else full | (state.offset + n > self.max_ctx)
 
-    def _packed(self, held: BlockState, count: int, coded: mx.array) -> BlockState:
-        """The state with its first `count` exact rows packed; `coded` int [B] tells how many of them count."""
+    def _packed(self, held: BlockState, exact: Recent, count: int, coded: mx.array) -> BlockState:
+        """The state with the first `count` rows of `exact` packed; `coded` int [B] tells how many of them count."""
         key, value = self.sides(held.layout)
-        recent, sinks = map_leaves(lambda x: x[:, :, :count], held.recent), held.sinks
+        recent, sinks = map_leaves(lambda x: x[:, :, :count], exact), held.sinks
         if self.sinks is not None and sinks is not None:
             sinks = self.sinks.valid(sinks, held.coded)
             sinks, chosen = self.sinks.choose(sinks, recent.keys, recent.values, held.coded, coded, self.block)
@@ -288,7 +288,7 @@ class Blocks(Store, Transform):
             recent = attrs.evolve(recent, keys=drawn[0], values=drawn[1])
         tables = held.keys.tables, held.values.tables
         if not self.steady:
-            first = map_leaves(lambda x, rest: mx.concatenate([x, rest[:, :, count:]], axis=2), recent, held.recent)
+            first = map_leaves(lambda x, rest: mx.concatenate([x, rest[:, :, count:]], axis=2), recent, exact)
             fresh = self.fit(held.layout, map_leaves(lambda x: x[:, :, : self.recent_rows], first))
             begins = (held.coded == 0) & (coded > 0)
             tables = map_leaves(lambda new, old: mx.where(_along_batch(begins, new), new, old), fresh, tables)
